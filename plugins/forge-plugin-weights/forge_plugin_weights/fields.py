@@ -7,8 +7,8 @@ from typing import Any
 
 from attrs import field, frozen
 
+from forge_plugin_weights.keys_by_layer import PerLayer
 from forge_plugin_weights.kinds import Config, Field, Flat, Unsupported
-from forge_plugin_weights.layered import PerLayer
 
 REQUIRED = object()
 """The default of a key that must be there."""

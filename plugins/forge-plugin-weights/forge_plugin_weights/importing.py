@@ -56,8 +56,8 @@ from forge_plugin_weights.pixels import (
     video_line,
     with_videos,
 )
-from forge_plugin_weights.quantised import wide_places
 from forge_plugin_weights.reading import Digest, Piece, Reader
+from forge_plugin_weights.scaled_weights import wide_places
 from forge_plugin_weights.scorers import check_installed, is_scorer, scorer
 from forge_plugin_weights.tables import (
     architecture_of,

@@ -1,4 +1,4 @@
-"""Fields of keys that differ between layers: windows, and position encodings; see `forge_plugin_weights.layered`."""
+"""Fields of keys that differ between layers: windows and position encodings, of the tables of `keys_by_layer`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 from attrs import frozen
 
 from forge_plugin_weights.fields import REQUIRED, Rope, setting, value_of
+from forge_plugin_weights.keys_by_layer import NO_ROPE, PerLayer, merged, of_layers
 from forge_plugin_weights.kinds import Config, Field, Flat, Unsupported
-from forge_plugin_weights.layered import NO_ROPE, PerLayer, merged, of_layers
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 """Entries of `layer_types`."""

@@ -15,8 +15,16 @@ from forge_core.contracts.components import ModelComponent
 from forge_core.contracts.errors import JobError, Problem
 from forge_core.plugins.catalog import Catalog
 from forge_kit.tools.commands import parse_component
+from forge_plugin_weights.keys_by_layer import (
+    ABSENT,
+    PerLayer,
+    differs,
+    merged,
+    outside_kinds,
+    with_pattern,
+    without_pattern,
+)
 from forge_plugin_weights.kinds import PIXELS, ArchitectureComponent, Config, Field, Flat, Unsupported, reading
-from forge_plugin_weights.layered import ABSENT, PerLayer, differs, merged, outside_kinds, with_pattern, without_pattern
 
 HARMLESS = frozenset(
     (
@@ -113,7 +121,7 @@ def read_fields(
 
 def all_fields(architecture: ArchitectureComponent) -> Sequence[Field]:
     """Returns the table of keys of an architecture, with those that all of them have."""
-    from forge_plugin_weights.quantised import Quantisation  # imports torch, which a check of a job does without
+    from forge_plugin_weights.scaled_weights import Quantisation  # imports torch, which a check of a job does without
 
     return (*architecture.fields(), Quantisation())
 

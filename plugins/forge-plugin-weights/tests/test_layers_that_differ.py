@@ -19,8 +19,8 @@ from forge_core.plugins.catalog import Catalog
 from forge_kit.tools.commands import parse_component
 from forge_plugin_transformer import AttentionBackendComponent
 from forge_plugin_weights.exporting import find_form
+from forge_plugin_weights.keys_by_layer import of_layers
 from forge_plugin_weights.kinds import Unsupported
-from forge_plugin_weights.layered import of_layers
 from forge_plugin_weights.tables import (
     architectures,
     fitting_forms,

@@ -42,8 +42,8 @@ ALIASES = {("gpt_oss", "num_experts"), ("minimax_m2", "num_experts"), ("olmoe", 
 """Other names of a key, beside that key: by the null, the class has no number."""
 STRICT = ("internvl", "siglip_vision_model", "siglip2_vision_model", "clip_vision_model")
 """Classes that refuse each null."""
-UNREAD = {("mimo_v2_flash", "rope_scaling")}
-"""Keys that the class does not read, though it keeps them, where their absence is another spelling."""
+WITHOUT_A_MODEL = {("mimo_v2_flash", "rope_scaling")}
+"""Keys whose null leaves the class without what its model needs: there is nothing to compare with."""
 
 
 def cases(names: Mapping[str, Any]) -> list[Any]:
@@ -108,7 +108,7 @@ def test_a_null_makes_the_model_that_it_makes_in_the_class(type_: str) -> None:
     config, compared = theirs.config.to_dict(), 0
     for key in keys_of(type_, config):
         null = {**config, key: None}
-        if (type_, key) in ALIASES | UNREAD or (own := ours(type_, null)) is None:
+        if (type_, key) in ALIASES | WITHOUT_A_MODEL or (own := ours(type_, null)) is None:
             continue
         if (made := by_class(type_, null)) is None:
             continue

@@ -17,7 +17,7 @@ from forge_core.cli import main
 from forge_plugin_weights.exporting import export_run
 from forge_plugin_weights.files import places_in
 from forge_plugin_weights.importing import COMPUTED, import_folder
-from forge_plugin_weights.quantised import wide_places
+from forge_plugin_weights.scaled_weights import wide_places
 from forge_testing.refusals import lacks
 
 LAYERS = 3

@@ -18,7 +18,7 @@ from forge_core.plugins.catalog import Catalog
 from forge_plugin_weights.exporting import export_run
 from forge_plugin_weights.files import places_in
 from forge_plugin_weights.importing import COMPUTED, import_folder
-from forge_plugin_weights.quantised import wide_places
+from forge_plugin_weights.scaled_weights import wide_places
 from forge_plugin_weights.tables import architecture_of, read_config
 from forge_testing.refusals import at, lacks, refuses_all
 

@@ -17,10 +17,10 @@ from forge_plugin_weights.architectures.vision_language import (
     SelectedTokens,
 )
 from forge_plugin_weights.architectures.vision_towers import VISION, SiglipVision, Tower
+from forge_plugin_weights.composites import VISION as TOWER
+from forge_plugin_weights.composites import LanguageTable, VisionTable
 from forge_plugin_weights.fields import Fixed, setting, value_of
 from forge_plugin_weights.kinds import PIXELS, Config, Field, Flat, InnerTable, Rule, Unsupported
-from forge_plugin_weights.nested import VISION as TOWER
-from forge_plugin_weights.nested import LanguageTable, VisionTable
 from forge_plugin_weights.pixels import ENCODER, PINPOINTS
 from forge_plugin_weights.rules import Same
 

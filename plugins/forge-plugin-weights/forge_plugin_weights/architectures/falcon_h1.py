@@ -20,8 +20,8 @@ from forge_plugin_weights.architectures.dense import (
 )
 from forge_plugin_weights.architectures.granite_hybrid import MAMBA, MAMBA_RULES, StepLimit
 from forge_plugin_weights.fields import Dropout, Fixed, Key, Only, setting, value_of
+from forge_plugin_weights.keys_by_layer import ABSENT
 from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, Flat, Rule, Unsupported
-from forge_plugin_weights.layered import ABSENT
 from forge_plugin_weights.rules import Same
 
 TYPE, PARALLEL = "attention.type", f"{TRANSFORMER}/parallel"

@@ -21,9 +21,9 @@ from forge_plugin_weights.architectures.dense import (
 from forge_plugin_weights.architectures.gemma import ACTIVATIONS, NORMS, width_root
 from forge_plugin_weights.architectures.gemma4 import FFN_WIDTH, INPUTS, UNUSED, PerLayerEmbeddings
 from forge_plugin_weights.fields import Choice, Fixed, Follows, Key, Only, Rope, value_of
+from forge_plugin_weights.keys_by_layer import merged, of_layers
 from forge_plugin_weights.kinds import OTHER, ArchitectureComponent, Config, Field, Flat, Rule, Unsupported
 from forge_plugin_weights.layer_fields import LayerWindows, RopeByWindow, depth, every_nth_is_full
-from forge_plugin_weights.layered import merged, of_layers
 from forge_plugin_weights.rules import Same
 
 SPARSITY = "ffn.sparsity"

@@ -35,9 +35,9 @@ from forge_plugin_weights.fields import (
     setting,
     value_of,
 )
+from forge_plugin_weights.keys_by_layer import merged, of_layers
 from forge_plugin_weights.kinds import OTHER, ArchitectureComponent, Config, Field, Flat, Rule, Unsupported
 from forge_plugin_weights.layer_fields import FULL, SLIDING, WINDOW, LayerWindows, depth, every_nth_is_full, windows_of
-from forge_plugin_weights.layered import merged, of_layers
 from forge_plugin_weights.rules import Same, StackedRows
 
 PROPORTIONAL = RopeType(

@@ -12,9 +12,9 @@ from forge_plugin_weights.architectures.gemma4 import TABLE, Gemma4Text
 from forge_plugin_weights.architectures.qwen_vl import Room
 from forge_plugin_weights.architectures.vision_language import ADAPTER, VisionLanguageModel
 from forge_plugin_weights.architectures.vision_towers import OF_EVERY_MODEL, VISION, WHOLE, Tower
+from forge_plugin_weights.composites import LANGUAGE, TEXT, LanguageTable, VisionTable, language_rules
 from forge_plugin_weights.fields import Dropout, Fixed, Key, Only, setting, value_of
 from forge_plugin_weights.kinds import Config, Field, Filler, Flat, InnerTable, Rule, Unsupported
-from forge_plugin_weights.nested import LANGUAGE, TEXT, LanguageTable, VisionTable, language_rules
 from forge_plugin_weights.pixels import ENCODER, BudgetPixels
 from forge_plugin_weights.rules import Convolution, Same, SplitRows
 

@@ -34,9 +34,9 @@ from forge_plugin_weights.fields import (
     setting,
     value_of,
 )
+from forge_plugin_weights.keys_by_layer import NO_ROPE, of_layers
 from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, Flat, Rule, Unsupported
 from forge_plugin_weights.layer_fields import FULL, depth
-from forge_plugin_weights.layered import NO_ROPE, of_layers
 from forge_plugin_weights.rules import FilterRows, Rows, Same, StackedRows
 
 MAMBA = "forge-plugin-linear-attention/mamba2"

@@ -17,8 +17,8 @@ from forge_plugin_weights.architectures.dense import (
     tied_head,
 )
 from forge_plugin_weights.fields import Choice, Derived, Dropout, Fixed, Key, setting, value_of
+from forge_plugin_weights.keys_by_layer import PerLayer
 from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, Flat, Rule, Unsupported
-from forge_plugin_weights.layered import PerLayer
 from forge_plugin_weights.rules import RotaryRows
 
 BIASES: dict[bool, Flat] = {

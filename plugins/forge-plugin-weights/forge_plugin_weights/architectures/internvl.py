@@ -9,9 +9,9 @@ from attrs import frozen
 
 from forge_plugin_weights.architectures.vision_language import VisionLanguageModel
 from forge_plugin_weights.architectures.vision_towers import ACTIVATIONS, OF_EVERY_MODEL, VISION, WHOLE, Tower
+from forge_plugin_weights.composites import LanguageTable, VisionTable, language_rules
 from forge_plugin_weights.fields import Choice, Dropout, Fixed, Key, Only, setting, value_of
 from forge_plugin_weights.kinds import Config, Field, Filler, Flat, Part, Rule, Shapes, Unsupported
-from forge_plugin_weights.nested import LanguageTable, VisionTable, language_rules
 from forge_plugin_weights.pixels import CLIP_MEAN, CLIP_STD, ENCODER, Pixels
 from forge_plugin_weights.rules import Convolution, Same, match, whole
 

@@ -13,9 +13,9 @@ from forge_plugin_weights.architectures.dense import ENDS, FFN, NORMS, TRANSFORM
 from forge_plugin_weights.architectures.experts import MATRICES, MIXTRAL, MOE, expert_rules
 from forge_plugin_weights.architectures.qwen3_next import LINEAR, TYPE, MixedLayers, in_layer
 from forge_plugin_weights.fields import Choice, Dropout, Fixed, Irrelevant, Key, Only, OrNone
+from forge_plugin_weights.keys_by_layer import NO_ROPE, of_layers
 from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, Flat, Rule, Unsupported
 from forge_plugin_weights.layer_fields import FULL, depth
-from forge_plugin_weights.layered import NO_ROPE, of_layers
 from forge_plugin_weights.rules import Alone, FilterRows, Same
 
 KDA = "forge-plugin-linear-attention/kda"

@@ -13,9 +13,9 @@ from forge_plugin_weights.architectures.dense import TRANSFORMER, attention_fiel
 from forge_plugin_weights.architectures.experts import MIXTRAL, MOE, expert_rules
 from forge_plugin_weights.architectures.qwen3_next import TYPE, MixedLayers, in_layer
 from forge_plugin_weights.fields import REQUIRED, Dropout, Fixed, Irrelevant, Key, Only, setting, value_of
+from forge_plugin_weights.keys_by_layer import of_layers
 from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, Flat, Rule, Unsupported
 from forge_plugin_weights.layer_fields import depth
-from forge_plugin_weights.layered import of_layers
 from forge_plugin_weights.rules import FilterRows, Rows, Same
 
 CONV = "forge-plugin-linear-attention/short_conv"

@@ -19,9 +19,9 @@ from forge_plugin_weights.architectures.dense import (
 )
 from forge_plugin_weights.architectures.experts import BALANCE, MATRICES, MOE
 from forge_plugin_weights.fields import Choice, Fixed, Key, Only, setting, value_of
+from forge_plugin_weights.keys_by_layer import NO_ROPE, PerLayer, merged, of_layers
 from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, Flat, Rule, Unsupported
 from forge_plugin_weights.layer_fields import FULL, RopeOfSomeLayers, depth
-from forge_plugin_weights.layered import NO_ROPE, PerLayer, merged, of_layers
 from forge_plugin_weights.rules import Columns, RotaryRows, Same, Transposed
 
 CHUNKED = "chunked_attention"

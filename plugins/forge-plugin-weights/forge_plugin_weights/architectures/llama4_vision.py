@@ -10,9 +10,9 @@ from attrs import frozen
 from forge_plugin_weights.architectures.llama4 import Llama4Text
 from forge_plugin_weights.architectures.vision_language import ADAPTER, VisionLanguageModel
 from forge_plugin_weights.architectures.vision_towers import OF_EVERY_MODEL, VISION, WHOLE, Tower
+from forge_plugin_weights.composites import LanguageTable, VisionTable, language_rules
 from forge_plugin_weights.fields import Dropout, Fixed, Key, Only, setting, value_of
 from forge_plugin_weights.kinds import Config, Field, Filler, Flat, Part, Rule, Shapes, Unsupported
-from forge_plugin_weights.nested import LanguageTable, VisionTable, language_rules
 from forge_plugin_weights.pixels import ENCODER, Pixels
 from forge_plugin_weights.rules import RotaryRows, Same
 

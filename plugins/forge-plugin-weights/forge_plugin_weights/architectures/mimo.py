@@ -18,9 +18,9 @@ from forge_plugin_weights.architectures.dense import (
 )
 from forge_plugin_weights.architectures.gemma4 import RopeByType
 from forge_plugin_weights.fields import ROPES, Choice, Fixed, Key, Only, Rope, value_of
+from forge_plugin_weights.keys_by_layer import merged, of_layers
 from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, Flat, Rule, Unsupported
 from forge_plugin_weights.layer_fields import FULL, SLIDING, LayerWindows, depth, windows_of
-from forge_plugin_weights.layered import merged, of_layers
 from forge_plugin_weights.rules import Same
 
 KV_HEADS, SINKS = "attention.kv_heads", "attention.sinks"

@@ -10,9 +10,9 @@ from attrs import frozen
 from forge_plugin_weights.architectures.qwen_vl import Room, TowerTheta, block_width
 from forge_plugin_weights.architectures.vision_language import ADAPTER, Llava
 from forge_plugin_weights.architectures.vision_towers import OF_EVERY_MODEL, VISION, WHOLE, Tower
+from forge_plugin_weights.composites import LANGUAGE, LanguageTable, VisionTable, language_rules
 from forge_plugin_weights.fields import Choice, Derived, Dropout, Fixed, Key, Only, setting, value_of
 from forge_plugin_weights.kinds import Config, Field, Filler, Flat, Rule, Unsupported
-from forge_plugin_weights.nested import LANGUAGE, LanguageTable, VisionTable, language_rules
 from forge_plugin_weights.pixels import CLIP_MEAN, CLIP_STD, ENCODER, LONGEST_EDGE, LongestPixels
 from forge_plugin_weights.rules import Convolution, Same, SplitRows
 

@@ -11,10 +11,7 @@ from attrs import frozen
 from forge_plugin_transformer.layer_parts import default_hidden
 from forge_plugin_weights.architectures.vision_language import ADAPTER, VisionLanguageModel
 from forge_plugin_weights.architectures.vision_towers import ACTIVATIONS, OF_EVERY_MODEL, VISION, WHOLE, Tower
-from forge_plugin_weights.fields import Choice, Fixed, Key, Only, setting, value_of
-from forge_plugin_weights.kinds import TIED, Config, Field, Filler, Flat, InnerTable, Rule, Unsupported
-from forge_plugin_weights.layered import ABSENT
-from forge_plugin_weights.nested import (
+from forge_plugin_weights.composites import (
     LANGUAGE,
     TEXT,
     LanguageTable,
@@ -25,6 +22,9 @@ from forge_plugin_weights.nested import (
     languages,
     read_table,
 )
+from forge_plugin_weights.fields import Choice, Fixed, Key, Only, setting, value_of
+from forge_plugin_weights.keys_by_layer import ABSENT
+from forge_plugin_weights.kinds import TIED, Config, Field, Filler, Flat, InnerTable, Rule, Unsupported
 from forge_plugin_weights.pixels import ENCODER, TiledPixels
 from forge_plugin_weights.rules import Convolution, Rows, Same
 from forge_plugin_weights.tables import all_fields

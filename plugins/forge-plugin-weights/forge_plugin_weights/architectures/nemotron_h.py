@@ -28,9 +28,9 @@ from forge_plugin_weights.fields import (
     setting,
     value_of,
 )
+from forge_plugin_weights.keys_by_layer import NO_PART, NO_ROPE, merged, of_layers
 from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, Flat, Rule, Unsupported
 from forge_plugin_weights.layer_fields import FULL
-from forge_plugin_weights.layered import NO_PART, NO_ROPE, merged, of_layers
 from forge_plugin_weights.rules import Same
 
 MLP, EXPERTS = "mlp", "moe"

@@ -19,6 +19,7 @@ from forge_plugin_weights.architectures.dense import (
     tied_head,
 )
 from forge_plugin_weights.fields import Fixed, Key, Rope
+from forge_plugin_weights.keys_by_layer import NO_ROPE, merged, of_layers
 from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, Flat, Rule, Unsupported
 from forge_plugin_weights.layer_fields import (
     WINDOW,
@@ -28,7 +29,6 @@ from forge_plugin_weights.layer_fields import (
     every_nth_is_full,
     windows_of,
 )
-from forge_plugin_weights.layered import NO_ROPE, merged, of_layers
 from forge_plugin_weights.rules import Same
 
 POST_NORMS: Sequence[Rule] = (

@@ -10,10 +10,10 @@ from attrs import frozen
 
 from forge_plugin_weights.architectures.vision_language import ADAPTER, VisionLanguageModel
 from forge_plugin_weights.architectures.vision_towers import VISION, WHOLE, SiglipVision
+from forge_plugin_weights.composites import TEXT, LanguageTable, VisionTable, language_of
+from forge_plugin_weights.composites import VISION as TOWER
 from forge_plugin_weights.fields import Fixed, setting, value_of
 from forge_plugin_weights.kinds import PIXELS, ArchitectureComponent, Config, Field, Flat, InnerTable, Rule, Unsupported
-from forge_plugin_weights.nested import TEXT, LanguageTable, VisionTable, language_of
-from forge_plugin_weights.nested import VISION as TOWER
 from forge_plugin_weights.pixels import ENCODER
 from forge_plugin_weights.rules import Same
 

@@ -19,9 +19,9 @@ from forge_plugin_weights.architectures.qwen3_next import (
 )
 from forge_plugin_weights.architectures.qwen_vl import DEEPSTACK, SECTIONS, TURNS, Qwen3Vision, Qwen3VL, SpatialRope
 from forge_plugin_weights.architectures.vision_towers import Tower
+from forge_plugin_weights.composites import LANGUAGE, LanguageTable
 from forge_plugin_weights.fields import Fixed, Irrelevant, Only, Rope
 from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, Flat, Rule, Shapes
-from forge_plugin_weights.nested import LANGUAGE, LanguageTable
 from forge_plugin_weights.rules import Rows, Same, StackedRows
 
 PREDICTIONS = ("mtp.*",)

@@ -29,9 +29,9 @@ from forge_plugin_weights.architectures.experts import (
     router_fields,
 )
 from forge_plugin_weights.fields import Dropout, Fixed, Key, Only, Rope, value_of
+from forge_plugin_weights.keys_by_layer import merged, of_layers
 from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, Flat, Rule, Unsupported
 from forge_plugin_weights.layer_fields import FULL, depth
-from forge_plugin_weights.layered import merged, of_layers
 from forge_plugin_weights.rules import FilterRows, HeadRows, Same
 
 LINEAR = "linear_attention"

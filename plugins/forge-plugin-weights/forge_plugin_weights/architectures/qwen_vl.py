@@ -25,10 +25,10 @@ from forge_plugin_weights.architectures.dense import (
 from forge_plugin_weights.architectures.experts import BALANCE, dense_layers, router_fields
 from forge_plugin_weights.architectures.vision_language import ADAPTER, VisionLanguageModel
 from forge_plugin_weights.architectures.vision_towers import OF_EVERY_MODEL, VISION, WHOLE, Tower
+from forge_plugin_weights.composites import LANGUAGE, TEXT, LanguageTable, VisionTable, language_rules
 from forge_plugin_weights.fields import Converted, Derived, Fixed, Key, Only, Rope, RopeType, setting, value_of
 from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, Filler, Flat, Rule, Shapes, Unsupported
 from forge_plugin_weights.layer_fields import FULL
-from forge_plugin_weights.nested import LANGUAGE, TEXT, LanguageTable, VisionTable, language_rules
 from forge_plugin_weights.pixels import CLIP_MEAN, CLIP_STD, ENCODER, AreaPixels
 from forge_plugin_weights.rules import Columns, Convolution, Same, StackedRows, Transposed
 

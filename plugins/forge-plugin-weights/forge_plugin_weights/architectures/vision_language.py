@@ -17,9 +17,9 @@ from forge_plugin_weights.architectures.vision_towers import (
     tower_fillers,
     tower_rules,
 )
+from forge_plugin_weights.composites import LanguageTable, VisionTable, language_rules
 from forge_plugin_weights.fields import Choice, Derived, Fixed, Key, setting, value_of
 from forge_plugin_weights.kinds import Config, Field, Filler, Flat, Rule, Unsupported
-from forge_plugin_weights.nested import LanguageTable, VisionTable, language_rules
 from forge_plugin_weights.pixels import ENCODER
 from forge_plugin_weights.rules import Same
 from forge_plugin_weights.vision_kinds import VisionLanguageArchitecture

@@ -17,6 +17,7 @@ from forge_core.plugins.catalog import Catalog
 from forge_kit.tools.commands import parse_component
 from forge_plugin_weights.architectures.vision_towers import Tower
 from forge_plugin_weights.fields import REQUIRED, value_of
+from forge_plugin_weights.keys_by_layer import ABSENT, with_pattern
 from forge_plugin_weights.kinds import (
     PIXELS,
     TIED,
@@ -30,7 +31,6 @@ from forge_plugin_weights.kinds import (
     Shapes,
     Unsupported,
 )
-from forge_plugin_weights.layered import ABSENT, with_pattern
 from forge_plugin_weights.tables import (
     Form,
     all_fields,
