@@ -16,7 +16,7 @@ from attrs.validators import ge
 from forge_core import EvaluationComponent
 from forge_core.contracts.data import IGNORED_LABEL
 from forge_core.losses import loss_output
-from forge_kit.nn.vocab import vocab_gather
+from forge_core.vocab_parallel import combine_gathered, local_labels
 
 
 @frozen(kw_only=True)
@@ -46,7 +46,8 @@ class Accuracy(EvaluationComponent):
         valid = batch["labels"] != IGNORED_LABEL
         with head.whole(hidden.dtype):
             logits = head.logits(hidden)
-        right = vocab_gather(logits, batch["labels"].clamp(min=0), head.vocab_shard)
+        index, inside = local_labels(batch["labels"].clamp(min=0), head.vocab_shard)
+        right = combine_gathered(logits.gather(-1, index[..., None])[..., 0], inside, head.vocab_shard)
         likelier = (logits > right[..., None]).sum(-1)
         if head.vocab_shard is not None:  # each rank has seen a slice of the vocabulary
             torch.distributed.all_reduce(likelier, group=head.vocab_shard.group)

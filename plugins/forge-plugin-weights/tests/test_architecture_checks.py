@@ -13,7 +13,7 @@ from forge_core.contracts.errors import JobError
 from forge_plugin_weights.architectures.dense import ATTENTION, ENDS, NORMS, Llama
 from forge_plugin_weights.fields import Key
 from forge_plugin_weights.rules import Same
-from forge_plugin_weights.testing import check_architecture
+from forge_testing.architectures import check_architecture
 
 CONFIG = {**SIZES, "num_hidden_layers": 2, "rms_norm_eps": 0.5}
 
