@@ -22,8 +22,15 @@ from forge_plugin_cross_attention import CrossAttention
 from forge_plugin_images import ImageText
 from forge_plugin_images.processing import ImageProcessor
 from forge_plugin_images.prompts import prompts_with_images
-from forge_plugin_images.resize import BudgetResize, LongestResize, NativeResize, SplitResize, StretchResize
-from forge_plugin_images.resize.any_size import BudgetResizer, size_in_budget, size_within
+from forge_plugin_images.resize import (
+    BudgetResize,
+    LongestResize,
+    NativeResize,
+    SplitResize,
+    StretchResize,
+    TopLeftResize,
+)
+from forge_plugin_images.resize.any_size import BudgetResizer, TopLeftResizer, size_in_budget, size_within
 from forge_plugin_images.resize.tiles import AspectResizer, CanvasTilesResize, CanvasTilesResizer, SplitResizer
 from forge_plugin_images.splitting import most_tiles, nearest_shape, split_grid, stretched_tiles
 from forge_plugin_images.tile_text import TileText
@@ -272,6 +279,42 @@ def test_sides_within_the_longest_are_pixtrals() -> None:
     assert len(different) > 200
 
 
+@pytest.fixture
+def navit_resize() -> Any:
+    """The function of Kimi-K2.5's image processor, whose module needs torchvision, which it does not."""
+    spec = find_spec("transformers.models.kimi_k25.image_processing_kimi_k25")
+    assert spec is not None
+    assert spec.origin is not None
+    known: dict[str, Any] = {"math": math}
+    for node in ast.parse(Path(spec.origin).read_text()).body:
+        if isinstance(node, ast.FunctionDef) and node.name == "navit_resize":
+            exec(compile(ast.unparse(node), spec.origin, "exec"), known)
+    return known["navit_resize"]
+
+
+def test_sizes_at_the_top_left_are_kimis(navit_resize):
+    generator, different = np.random.default_rng(0), set()
+    for _ in range(400):
+        size = tuple(np.exp(generator.uniform(0, 8, 2)).astype(int).tolist())
+        patch, multiple = int(generator.integers(1, 20)), int(generator.integers(1, 5))
+        most, side = int(generator.integers(1, 3000)), multiple * int(generator.integers(1, 60))
+        resizer = TopLeftResizer(ImageFormat(patch=patch, multiple=multiple), most, side)
+        expected = navit_resize(*size, patch, multiple, most, side)
+        assert (resizer.inner(size), resizer.target(size)) == expected, (size, patch, multiple, most, side)
+        different.add(expected)
+    assert len(different) > 200
+
+
+def test_an_image_at_the_top_left_has_black_beside_it_alone():
+    resizer = TopLeftResizer(ImageFormat(patch=4, multiple=2), 1000, 100)
+    for size in ((13, 20), (16, 8)):
+        made = np.asarray(resizer.fitted(noise(*size)))
+        assert made.shape == (16, -(-size[1] // 8) * 8, 3)
+        assert np.array_equal(made[: size[0], : size[1]], np.asarray(noise(*size)))
+        assert not made[size[0] :].any()
+        assert not made[:, size[1] :].any()
+
+
 def test_rows_of_features_have_texts_between_that_are_not_learned(path, build, make_job):
     keys: dict[str, Any] = {"resize": LongestResize(longest_side=30), "tile_text": BREAKS}
     rows = build(ImageText(path=path, **keys), model=ANY_SIZE, seq_len=64)
@@ -295,6 +338,8 @@ def test_rows_of_features_have_texts_between_that_are_not_learned(path, build, m
         (LongestResize(longest_side=500), ANY_SIZE, at("longest_side", "a square image of 500 pixels", 200)),
         (LongestResize(longest_side=5000), ANY_SIZE, at("longest_side", "a square image of 5000 pixels", 200)),
         (LongestResize(), MODEL, at("", "'longest'", "16 x 16 pixels", "'stretch'")),
+        (TopLeftResize(), MODEL, at("", "'top_left'", "16 x 16 pixels", "'stretch'")),
+        (TopLeftResize(max_patches=201), ANY_SIZE, at("max_patches", 201, "patches_per_sequence = 200")),
         (BudgetResize(), MODEL, at("", "'budget'", "16 x 16 pixels", "'stretch'")),
         (BudgetResize(max_patches=201), ANY_SIZE, at("max_patches", 201, "patches_per_sequence = 200")),
         (CanvasTilesResize(max_tiles=1), MODEL, at("max_tiles", 1, "at least 2")),

@@ -89,6 +89,7 @@ class GemmaViT(VisionEncoderComponent):
             table=AxisTables(self.positions, self.dim, std=self.init_std),
             rotary=ApartRotary(self.head_dim, self.theta),
             pre_norm=None,
+            last_norm=None,
             window=0,
             full_attention=(),
             taps=taps,

@@ -1,4 +1,4 @@
-"""The encoder `qwen_vit` and the adapter `merger`, as in Qwen2.5-VL (Bai et al. 2025), Qwen3-VL and Pixtral."""
+"""The encoder `qwen_vit` and the adapter `merger`, as in Qwen2.5-VL (Bai et al. 2025), Qwen3-VL and Kimi-K2.5."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ class QwenViT(VisionEncoderComponent):
     A patch sees the patches of its frame; in blocks with windows, the patches of its window. The tower of Qwen2.5-VL
     has `window = 112` and `full_attention = [7, 15, 23, 31]`; the tower of Qwen3-VL has `patch = 16`,
     `norm = "layernorm"`, `ffn = "gelu"`, `patch_bias = true` and `table = 48`; Pixtral's (Agrawal et al. 2024) has
-    `frames = 1`, `bias = false`, `pre_norm = true` and `rates_in_turns = true`.
+    `frames = 1`, `bias = false`, `pre_norm = true` and `rates_in_turns = true`; the tower of Kimi-K2.5 (Kimi Team 2026) has
+    `frames = 1`, `norm = "layernorm"`, `ffn = "gelu"`, `patch_bias = true`, `table = 64`, `last_norm = true` and
+    `table_interpolation = "bicubic"`.
     """
 
     dim: int = field(default=1280, validator=gt(0))
@@ -61,10 +63,14 @@ class QwenViT(VisionEncoderComponent):
     """Whether the matrices of the blocks have biases."""
     pre_norm: bool = False
     """Whether patches are normalised before the first block."""
+    last_norm: bool = False
+    """Whether the output of the last block is normalised. Outputs of other blocks, as for `deepstack`, are not."""
     patch_bias: bool = False
     """Whether the projection of patches has a bias."""
     table: int = field(default=0, validator=ge(0))
     """Side of a square table of learned positions, interpolated to each image's grid; 0: none."""
+    table_interpolation: Literal["aligned", "bicubic"] = "aligned"
+    """How the table is interpolated: bilinear, the table's ends on the image's ends, or bicubic (Kimi-K2.5)."""
     window: int = field(default=0, validator=ge(0))
     """Side of the windows of attention in pixels, a multiple of `patch`; 0: none."""
     full_attention: tuple[int, ...] = field(default=(), validator=deep_iterable(ge(0)))
@@ -91,6 +97,10 @@ class QwenViT(VisionEncoderComponent):
             yield Problem("heads", message)
         if self.window % self.patch:
             yield Problem("window", f"{self.window} is no multiple of patch, which is {self.patch}")
+        if not self.table and self.table_interpolation != "aligned":
+            yield Problem(
+                "table_interpolation", f"{self.table_interpolation!r} has no meaning without a table; set table"
+            )
         if min(self.std) <= 0:
             yield Problem("std", f"{list(self.std)} must be above 0, since pixels are divided by it")
         if not self.window and self.full_attention:
@@ -112,13 +122,15 @@ class QwenViT(VisionEncoderComponent):
         from forge_plugin_vision.modules.qwen_vit import QwenVisionTransformer
 
         grid, width = (self.table, self.table), self.dim
-        table = PositionTable(grid, width, interpolation="aligned", class_token=False, std=self.init_std)  # as Qwen3-VL
+        interpolation = self.table_interpolation
+        table = PositionTable(grid, width, interpolation=interpolation, class_token=False, std=self.init_std)
         return QwenVisionTransformer(
             [self._block() for _ in range(self.layers)],
             patch=Linear(self.image_format().values, self.dim, bias=self.patch_bias, std=self.init_std),
             table=table if self.table else None,
             rotary=AxialRotary(self.dim // self.heads, self.theta, in_turns=self.rates_in_turns),
             pre_norm=_norm(self.norm, self.dim, self.eps) if self.pre_norm else None,
+            last_norm=_norm(self.norm, self.dim, self.eps) if self.last_norm else None,
             window=self.window // self.patch,
             full_attention=self.full_attention,
             taps=taps,

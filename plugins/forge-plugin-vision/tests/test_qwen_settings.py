@@ -38,6 +38,10 @@ def changed(**changes: Any) -> VisionLanguage:
         ({"encoder": evolve(TOWER, heads=8)}, at("model.vision.encoder.heads", "dim / heads = 2", 4)),
         ({"encoder": evolve(TOWER, window=7)}, at("model.vision.encoder.window", 7, "patch", 2)),
         ({"encoder": evolve(TOWER, std=(0.5, 0.0, 0.5))}, at("model.vision.encoder.std", "[0.5, 0.0, 0.5]", 0)),
+        (
+            {"encoder": evolve(TOWER, table=0, table_interpolation="bicubic")},
+            at("model.vision.encoder.table_interpolation", "'bicubic'", "table"),
+        ),
         ({"encoder": evolve(TOWER, window=0)}, at("model.vision.encoder.full_attention", "windows")),
         ({"encoder": evolve(TOWER, full_attention=(3,))}, at("model.vision.encoder.full_attention", 3, 0)),
         ({"fusion": Joint(deepstack=(2, 0))}, at("model.fusion.deepstack", "[2, 0]", "ascending")),

@@ -254,6 +254,78 @@ class BudgetPixels(Pixels):
         }
 
 
+@frozen(kw_only=True)
+class TopLeftPixels(Pixels):
+    """The processing of pixels for a tower whose images stand on black of whole patches (Kimi-K2.5)."""
+
+    known: Collection[str] = ("merge_size", "media_proc_cfg", "auto_map")
+
+    def read(self, config: Config) -> Flat:
+        """Reads mean and standard deviation; raises `Unsupported` for other sizes of patches than `vision_config`."""
+        settings = top_left_settings(config.get(PIXELS) or {})
+        patch, merge = config.get("patch_size") or 14, list(config.get("merge_kernel_size") or (2, 2))
+        if (given := settings.get("patch_size") or patch) != patch:
+            raise Unsupported(f"patch_size = {given} in {PREPROCESSOR}, and vision_config has {patch}")
+        if (given := settings.get("merge_size") or merge[0]) != merge[0]:
+            raise Unsupported(
+                f"merge_size = {given} in {PREPROCESSOR}, and vision_config has merge_kernel_size = {merge}"
+            )
+        if not settings.get("do_resize", True):
+            raise Unsupported(f"do_resize = false in {PREPROCESSOR}; Forge pads images to whole patches always")
+        model = dict(super().read({**config, PIXELS: settings}))
+        if (resample := model.pop(f"{ENCODER}.resample")) != "bicubic":
+            raise Unsupported(f"resample in {PREPROCESSOR} is {resample}; this tower's images are bicubic in Forge")
+        return model
+
+    def write(self, model: Flat) -> Config:
+        """Adds the resampling, which is bicubic always and no key of this encoder."""
+        return super().write({**model, f"{ENCODER}.resample": "bicubic"})
+
+    def further(self, model: Flat) -> Config:
+        """Returns the sizes of patches, and the bounds that the published models have."""
+        return {
+            "patch_size": setting(model, f"{ENCODER}.patch"),
+            "merge_size": setting(model, f"{ADAPTER}.merge"),
+            "size": dict.fromkeys(("max_height", "max_width"), MOST_ON_A_SIDE),
+            "max_patches": MOST_PATCHES,
+        }
+
+
+def top_left_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the settings of such a processor by the names of `transformers`; files of the first models have others.
+
+    Raises:
+        Unsupported: a key in a table of such a file is not known.
+    """
+    table = settings.get("media_proc_cfg")
+    if not table:
+        return settings
+    if unknown := table.keys() - {*FIRST_NAMES, *OF_CLIPS, "patch_limit_on_one_side", "fixed_output_tokens"}:
+        raise Unsupported(
+            f"media_proc_cfg in {PREPROCESSOR} has {', '.join(sorted(unknown))}, which Forge does not know"
+        )
+    if (fixed := table.get("fixed_output_tokens")) is not None:
+        raise Unsupported(f"fixed_output_tokens = {fixed} in {PREPROCESSOR}; sizes of images follow from the images")
+    side = table.get("patch_limit_on_one_side", MOST_ON_A_SIDE)
+    own = {theirs: table[key] for key, theirs in FIRST_NAMES.items() if key in table}
+    return {**settings, **own, "size": dict.fromkeys(("max_height", "max_width"), side)}
+
+
+FIRST_NAMES: Mapping[str, str] = {
+    "patch_size": "patch_size",
+    "merge_kernel_size": "merge_size",
+    "in_patch_limit": "max_patches",
+    "image_mean": "image_mean",
+    "image_std": "image_std",
+}
+"""Keys of the table of the first Kimi-K2.5, and their names in `transformers`."""
+OF_CLIPS = (
+    *("in_patch_limit_each_frame", "in_patch_limit_video", "sample_fps", "max_num_frames_each_video"),
+    *("temporal_merge_kernel_size", "timestamp_mode", "config_type"),
+)
+"""Keys of that table that mean nothing for images."""
+MOST_PATCHES, MOST_ON_A_SIDE = 16384, 512
+"""Patches of an image of Kimi-K2.5, and along its sides, at most; black around it may add some."""
 SOFT_TOKENS = 280
 """Features of an image at most in Gemma 4."""
 LONGEST_EDGE = 1540
@@ -382,6 +454,8 @@ def _image_table(settings: Mapping[str, Any], model: Flat) -> ImageTable:
         return _tiled(settings, model)
     if f"{ADAPTER}.arrangements" in model:
         return _joined(settings, model)
+    if model.get(f"{ENCODER}.last_norm"):
+        return _on_black(settings, model)
     if "merge_size" in settings:
         return _by_area(settings, model)
     if model.get(f"{ENCODER}.rotary_theta"):
@@ -484,6 +558,20 @@ def _by_longest_side(settings: Mapping[str, Any], model: Flat) -> ImageTable:
         message = f"they have up to {patches} patches there, and a sequence of this model has room for {room}"
         differences.append(f"{message}: raise model.vision.patches_per_sequence")
     return ImageTable({"type": "longest", "longest_side": longest}, differences, ROW_TEXT, image_token=PLACE)
+
+
+def _on_black(settings: Mapping[str, Any], model: Flat) -> ImageTable:
+    """Of Kimi-K2.5, whose chat template writes the texts around an image."""
+    settings, differences = top_left_settings(settings), []
+    size, most = settings.get("size") or {}, settings.get("max_patches") or MOST_PATCHES
+    room, side = model["vision.patches_per_sequence"], size.get("max_height") or MOST_ON_A_SIDE
+    if most > room:
+        message = f"they have up to {most} patches there, and a sequence of this model has room for {room}"
+        differences.append(f"{message}: raise model.vision.patches_per_sequence and max_patches")
+    if rest := side % model[f"{ADAPTER}.merge"]:
+        differences.append(f"their sides have up to {side} patches there, and {side - rest} here")
+    keys = {"type": "top_left", "max_patches": min(most, room), "max_side": side - rest}
+    return ImageTable(keys, differences, {}, 1, "<|media_pad|>")
 
 
 GEMMA4_TEXT: Mapping[str, str] = {"before": "<|image>", "after": "<image|>"}

@@ -392,25 +392,34 @@ class RotaryRows:
         theirs, shape, half = self.theirs.format(**groups), shapes[name], self.rotated // 2
         pieces = ((0, half, 0, 2), (half, half, 1, 2), (self.rotated, self.width - self.rotated, self.rotated, 1))
         return [
-            self._part(name, theirs, shape, (head + first, count, head + there, step))
+            some_rows(name, theirs, shape, (head + first, count, head + there, step))
             for head in range(0, shape[0], self.width)
             for first, count, there, step in pieces
             if count
         ]
 
-    def _part(self, ours: str, theirs: str, shape: tuple[int, ...], rows: tuple[int, int, int, int]) -> Part:
-        first, count, there, step = rows
-        return Part(
-            ours=ours,
-            theirs=theirs,
-            shape=shape,
-            offsets=(first, *(0 for _ in shape[1:])),
-            sizes=(count, *shape[1:]),
-            torn=step > 1,
-            row=there,
-            of_ours=lambda tensor: tensor[first : first + count],
-            of_theirs=lambda tensor: tensor[there : there + step * count : step],
-        )
+
+def some_rows(ours: str, theirs: str, shape: tuple[int, ...], rows: tuple[int, int, int, int]) -> Part:
+    """Returns a part that is adjacent rows of ours, and every n-th row of theirs, which has the same shape.
+
+    Args:
+        ours: name of our tensor.
+        theirs: name of theirs.
+        shape: of both.
+        rows: the first row of ours, the number of rows, the first row of theirs, and n.
+    """
+    first, count, there, step = rows
+    return Part(
+        ours=ours,
+        theirs=theirs,
+        shape=shape,
+        offsets=(first, *(0 for _ in shape[1:])),
+        sizes=(count, *shape[1:]),
+        torn=step > 1,
+        row=there,
+        of_ours=lambda tensor: tensor[first : first + count],
+        of_theirs=lambda tensor: tensor[there : there + step * count : step],
+    )
 
 
 @frozen(kw_only=True)

@@ -20,6 +20,7 @@ SEEING = (
     *("siglip_vision_model", "siglip2_vision_model", "clip_vision_model"),
     *("llava", "llava_next", "llava_onevision", "idefics3", "smolvlm", "mllama", "mllama_vision_model", "paligemma"),
     *("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "internvl", "mistral3", "llama4", "gemma4"),
+    "kimi_k25",
 )
 """Towers, and models that see images: drawn_vision_configs.py has those."""
 INSTALLED: Mapping[str, ArchitectureComponent] = architectures(Catalog.installed())

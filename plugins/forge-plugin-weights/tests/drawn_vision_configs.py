@@ -331,6 +331,26 @@ def gemma4s(draw: st.DrawFn) -> dict[str, Any]:
     return {"text_config": text, "vision_config": vision, TIED: tied, **draw(some(audio_config=st.none()))}
 
 
+@st.composite
+def kimis(draw: st.DrawFn) -> dict[str, Any]:
+    """Kimi-K2.5, by the names of version 5, with some keys of the first files."""
+    vision = draw(vits(st.just("gelu_pytorch_tanh")))
+    for key in ("layer_norm_eps", "num_channels", "attention_dropout"):
+        vision.pop(key, None)
+    side, merge = draw(st.integers(1, 9)), draw(st.integers(1, 3))
+    rope = st.builds(lambda base: {"rope_theta": base, "rope_type": "axial"}, THETAS)
+    vision |= {
+        **dict.fromkeys(("pos_emb_height", "pos_emb_width"), side),
+        **draw(some(merge_kernel_size=st.just([merge, merge]), pos_emb_time=st.just(4), rope_parameters=rope)),
+        **draw(some(projector_hidden_act=st.just("gelu"), merge_type=st.just("sd2_tpool"))),
+    }
+    tied = draw(st.booleans())  # as both versions of `transformers` say it
+    width = {"projection_hidden_size": vision["hidden_size"]}
+    text = {**draw(configs("deepseek_v3")), TIED: tied}
+    tables = {"text_config": text, "vision_config": vision, TIED: tied}
+    return {**tables, **width, **draw(some(projection_layer_norm_eps=EPS, image_token_id=st.just(5)))}
+
+
 MODELS: Mapping[str, Callable[[], st.SearchStrategy[dict[str, Any]]]] = {
     "llava": llavas,
     "llava_next": joined,
@@ -340,6 +360,7 @@ MODELS: Mapping[str, Callable[[], st.SearchStrategy[dict[str, Any]]]] = {
     "mistral3": mistrals,
     "llama4": llama4s,
     "gemma4": gemma4s,
+    "kimi_k25": kimis,
     "idefics3": lambda: shuffled("idefics3_vision"),
     "smolvlm": lambda: shuffled("smolvlm_vision"),
     "mllama": mllamas,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers
 from attrs import frozen
-from published_models import GEMMA, GEMMA4, GROWING, LLAMA4, SIZES, WINDOWS, lifted
+from published_models import GEMMA, GEMMA4, GROWING, LATENT, LLAMA4, SIZES, WINDOWS, YARN, lifted, rewrite
 from torch import Tensor
 from torch.nn import functional as F
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
@@ -97,6 +97,20 @@ def gemma4(*, both_ways: str | None = "vision", **keys: Any) -> Any:
     return transformers.Gemma4Config(text_config=text_, vision_config=tower, **tokens)
 
 
+def kimi(*, vocabulary: int = SIZES["vocab_size"], **keys: Any) -> Any:
+    """A table of 5 x 5 positions, which no image of the tests has, and features of 2 x 2 patches."""
+    tower = {key: value for key, value in TOWER.items() if key != "image_size"}
+    tower |= {"pos_emb_height": 5, "pos_emb_width": 5}
+    text_ = {**SIZES, **LATENT, "num_hidden_layers": 2, "model_type": "deepseek_v3", "rope_parameters": YARN}
+    text_ |= {"vocab_size": vocabulary, "pad_token_id": 0, "tie_word_embeddings": False}
+    tokens = {name: 1000 + number for number, name in enumerate(KIMI_TOKENS)} | {"image_token_id": PLACEHOLDER}
+    settings = {"projection_hidden_size": 24, "projection_layer_norm_eps": 1e-4, "tie_word_embeddings": False, **keys}
+    return transformers.Kimi_K25Config(text_config=text_, vision_config=tower, **{**tokens, **settings})
+
+
+KIMI_TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+
+
 @frozen
 class Seeing:
     """A class of `transformers`, and how its configuration is made."""
@@ -124,6 +138,27 @@ class Seeing:
         model = self.model(dtype)
         model.save_pretrained(folder, max_shard_size="40KB")
         return model
+
+
+@frozen
+class PublishedKimi(Seeing):
+    """Kimi-K2.5 by the names of published files, of which version 5 writes some otherwise."""
+
+    def write(self, folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+        model = super().write(folder, dtype)
+        rewrite(folder, lambda tensors: {published_kimi(name): tensor for name, tensor in tensors.items()})
+        return model
+
+
+def published_kimi(name: str) -> str:
+    """Returns the published name of a tensor that version 5 has written."""
+    for saved, published in (
+        ("language_model.model.blocks.", "language_model.model.layers."),
+        ("vision_tower.encoder.patch_embed.", "vision_tower.patch_embed."),
+        ("model.mm_projector.", "mm_projector."),
+    ):
+        name = published + name[len(saved) :] if name.startswith(saved) else name
+    return name
 
 
 LLAVA, TAIL = "LlavaForConditionalGeneration", ("encoder.layers.2.", "post_layernorm.")
@@ -192,6 +227,8 @@ BUDGETED: Mapping[str, Seeing] = {
     "gemma4, causal": Seeing("Gemma4ForConditionalGeneration", lambda: gemma4(both_ways=None)),
 }
 """Models whose images fill a number of patches."""
+NAVIT: Mapping[str, Seeing] = {"kimi_k25, experts": PublishedKimi("Kimi_K25ForConditionalGeneration", kimi)}
+"""Models whose images keep their size."""
 HEAD = ("head.",)
 TOWERS: Mapping[str, Seeing] = {
     "siglip_vision_model": Seeing("SiglipVisionModel", siglip, HEAD),

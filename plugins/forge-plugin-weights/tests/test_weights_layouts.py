@@ -54,6 +54,7 @@ SEEING: Mapping[str, Any] = {
     "mllama": published_vision.TILED["mllama"],
     "mistral3": published_vision.ANY_SIZE["mistral3"],
     "gemma4": published_vision.BUDGETED["gemma4"],
+    **published_vision.NAVIT,
     # Variants differ by settings alone
     **{name: each for name, each in {**published_qwen.MODELS, **ANY_RESOLUTION}.items() if "," not in name},
 }
@@ -108,6 +109,7 @@ TRAINED_TOO: Mapping[str, str] = {
     "smolvlm": "pp2",
     "mistral3": "tp2",
     "gemma4": "pp2",
+    "kimi_k25, experts": "tp2",
     "qwen2_5_vl": "tp2",
     "qwen3_vl": "pp2",
     "qwen3_vl_moe": "ep2",
@@ -122,7 +124,7 @@ LIKE_LLAMA = (
     *("gemma", "gemma2", "gemma3_text"),
 )
 """Architectures with Llama's matrices, by the same names and rules."""
-ANY_SIZE = ("mistral3", "gemma4")
+ANY_SIZE = ("mistral3", "gemma4", "kimi_k25, experts")
 IMAGES = "forge_testing.vision:RandomImages"
 JOB: Mapping[str, Any] = {
     "train": {"steps": 1, "global_batch_size": 4, "micro_batch_size": 2, "seq_len": 24, "precision": "fp32"},

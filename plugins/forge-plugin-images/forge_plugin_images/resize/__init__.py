@@ -4,7 +4,7 @@
 several tiles; `auto` chooses among them by the encoder.
 """
 
-from forge_plugin_images.resize.any_size import BudgetResize, FillResize, LongestResize, NativeResize
+from forge_plugin_images.resize.any_size import BudgetResize, FillResize, LongestResize, NativeResize, TopLeftResize
 from forge_plugin_images.resize.auto import AutoResize
 from forge_plugin_images.resize.joined import AnyResolutionResize, CanvasResize
 from forge_plugin_images.resize.kinds import ResizeComponent, Resizer, TileResizer
@@ -29,4 +29,5 @@ __all__ = [
     "StretchResize",
     "TileResizer",
     "TilesResize",
+    "TopLeftResize",
 ]

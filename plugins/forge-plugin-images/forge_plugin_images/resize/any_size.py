@@ -1,4 +1,4 @@
-"""The types `native`, `fill`, `budget` and `longest`, for encoders whose images have any size."""
+"""The types `native`, `fill`, `budget`, `longest` and `top_left`, for encoders whose images have any size."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, ClassVar
 
 from attrs import field, frozen
-from attrs.validators import ge
+from attrs.validators import ge, gt
+from PIL import Image
 
 from forge_core.contracts.errors import Problem
 from forge_plugin_images.resize.kinds import (
@@ -67,6 +68,36 @@ class LongestResizer(Resizer):
     def target(self, size: Size) -> Size:
         """Returns `size_within`."""
         return size_within(size, self.step, self.longest_side)
+
+
+@frozen
+class TopLeftResizer(Resizer):
+    """Puts an image at the top left of black of whole patches, smaller only where a bound requires it."""
+
+    max_patches: int
+    """Whole patches at most, before both sides are rounded up."""
+    max_side: int
+    """Patches along a side at most."""
+
+    def target(self, size: Size) -> Size:
+        """Returns the sides of `size_in_patches`, rounded up."""
+        height, width = (-(-side // self.step) * self.step for side in self.inner(size))
+        return height, width
+
+    def inner(self, size: Size) -> Size:
+        """Returns the size of the image on it."""
+        return size_in_patches(size, self.form.patch, self.max_patches, self.max_side)
+
+    def fitted(self, image: Image.Image) -> Image.Image:
+        """Pads after it resizes, as Kimi-K2.5."""
+        size = image.height, image.width
+        height, width = self.target(size)
+        resized = self.stretched(image, self.inner(size))
+        if resized.size == (width, height):
+            return resized
+        canvas = Image.new(image.mode, (width, height))
+        canvas.paste(resized, (0, 0))
+        return canvas
 
 
 @frozen(kw_only=True)
@@ -188,6 +219,37 @@ class LongestResize(ResizeComponent):
         return () if self.longest_side else smallest_problems(seen)
 
 
+@frozen(kw_only=True)
+class TopLeftResize(ResizeComponent):
+    """At the top left of black, whose sides are whole patches; smaller only where a bound requires it (Kimi-K2.5)."""
+
+    title: ClassVar[str] = "top_left"
+    """The name in messages."""
+
+    max_patches: int = field(default=16384, validator=gt(0))
+    """Patches of an image at most, before both sides are rounded up: black may add some."""
+    max_side: int = field(default=512, validator=gt(0))
+    """Patches along a side at most."""
+
+    def build(self, seen: ImageInput, patches: float | None = None) -> Resizer:
+        """Builds it with its own bounds; one by `patches` it does not have."""
+        return TopLeftResizer(seen.format, self.max_patches, self.max_side)
+
+    def size_problems(self, seen: ImageInput) -> Iterable[Problem]:
+        """Checks the encoder, the bound of a side, and that a sequence has room for an image of the most patches."""
+        if problems := list(any_size_problems(self.title, seen.format)):
+            yield from problems
+            return
+        if self.max_side % seen.format.multiple:
+            message = f"{self.max_side}, and both sides are multiples of {seen.format.multiple} patches"
+            yield Problem("max_side", f"{message} with this adapter")
+        if self.max_patches > seen.patches_per_sequence:
+            room = f"model.vision.patches_per_sequence = {seen.patches_per_sequence}"
+            yield Problem(
+                "max_patches", f"{self.max_patches}, and a sequence has {room}; lower the one or raise the other"
+            )
+
+
 def native_size(size: Size, step: int, min_pixels: int, max_pixels: int) -> Size:
     """Returns the nearest size whose sides are multiples of `step`, within these bounds of its area.
 
@@ -253,3 +315,16 @@ def size_within(size: Size, step: int, longest: int) -> Size:
     if (ratio := max(height / longest, width / longest)) > 1:
         height, width = math.floor(height / ratio), math.floor(width / ratio)
     return max(1, -(-height // step)) * step, max(1, -(-width // step)) * step
+
+
+def size_in_patches(size: Size, patch: int, max_patches: int, max_side: int) -> Size:
+    """Returns the image's size, made smaller until it has `max_patches` whole patches and sides of `max_side` at most.
+
+    This is `navit_resize` of Kimi-K2.5, without what it pads. Sides are not whole patches.
+    """
+    height, width = size
+    whole = max(1, height // patch) * max(1, width // patch)
+    sides = (max_side * patch / side for side in size)
+    scale = min(1.0, math.sqrt(max_patches / whole), *sides)
+    # Rounding may leave nothing of a very narrow image, or a pixel too much
+    return min(max(1, int(height * scale)), max_side * patch), min(max(1, int(width * scale)), max_side * patch)

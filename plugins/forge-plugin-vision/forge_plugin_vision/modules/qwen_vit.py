@@ -157,7 +157,7 @@ class QwenBlock(nn.Module):
 
 
 class QwenVisionTransformer(nn.Module):
-    """Patch projection, positions and blocks, without a norm behind them; see `VisionEncoderComponent`."""
+    """Patch projection, positions and blocks, with norms around them or without; see `VisionEncoderComponent`."""
 
     def __init__(
         self,
@@ -167,6 +167,7 @@ class QwenVisionTransformer(nn.Module):
         table: PositionTable | AxisTables | None,
         rotary: AxialRotary,
         pre_norm: nn.Module | None,
+        last_norm: nn.Module | None,
         window: int,
         full_attention: Sequence[int],
         taps: Sequence[int],
@@ -176,11 +177,11 @@ class QwenVisionTransformer(nn.Module):
         self.width = patch.out_features
         self.window, self.full_attention, self.taps = window, frozenset(full_attention), frozenset(taps)
         self.patch, self.positions, self.rotary = patch, table, rotary
-        self.pre_norm = pre_norm
+        self.pre_norm, self.last_norm = pre_norm, last_norm
         self.blocks = nn.ModuleList(blocks)
 
     def forward(self, patches: Tensor, images: Images) -> tuple[Tensor, ...]:
-        """Returns the last block's output, then the outputs of the taps: (B, P, W) each, in the order of `patches`."""
+        """Returns the features, then the outputs of the taps: (B, P, W) each, in the order of `patches`."""
         x = self.patch(patches)
         if self.positions is not None:
             x = x + self.positions(images, x.dtype)[0]
@@ -197,13 +198,13 @@ class QwenVisionTransformer(nn.Module):
         return tuple(order.restore(state) for state in self._blocks(order.sort(x), tables, sights))
 
     def _blocks(self, x: Tensor, tables: Tensor, sights: Sequence[Sight]) -> tuple[Tensor, ...]:
-        """Returns the last block's output, followed by the outputs of the taps."""
+        """Returns the last block's output, normalised where there is a norm, and then the outputs of the taps."""
         tapped = []
         for number, (block, sight) in enumerate(zip(self.blocks, sights, strict=True)):
             x = block(x, tables, sight)
             if number in self.taps:
                 tapped.append(x)
-        return (x, *tapped)
+        return (x if self.last_norm is None else self.last_norm(x), *tapped)
 
     def flops(self, grid: Grid) -> float:
         """Counts 6 a weight and patch, and 12 a pair of patches that see each other and element."""

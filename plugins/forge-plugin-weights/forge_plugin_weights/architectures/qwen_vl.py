@@ -483,9 +483,11 @@ class Qwen3Vision(QwenVision):
 class Room(Field):
     """What a sequence has room for, which a table for images of any size must say: a long video, or some images."""
 
+    patches: int = 16384
+
     def read(self, config: Config) -> Flat:
         """Returns defaults, which no key of theirs has; a job changes them for its data."""
-        return {"vision.images_per_sequence": 16, "vision.patches_per_sequence": 16384}
+        return {"vision.images_per_sequence": 16, "vision.patches_per_sequence": self.patches}
 
 
 @frozen(kw_only=True)
