@@ -38,9 +38,9 @@ class QwenViT(VisionEncoderComponent):
     A patch sees the patches of its frame; in blocks with windows, the patches of its window. The tower of Qwen2.5-VL
     has `window = 112` and `full_attention = [7, 15, 23, 31]`; the tower of Qwen3-VL has `patch = 16`,
     `norm = "layernorm"`, `ffn = "gelu"`, `patch_bias = true` and `table = 48`; Pixtral's (Agrawal et al. 2024) has
-    `frames = 1`, `bias = false`, `pre_norm = true` and `rates_in_turns = true`; the tower of Kimi-K2.5 (Kimi Team 2026) has
-    `frames = 1`, `norm = "layernorm"`, `ffn = "gelu"`, `patch_bias = true`, `table = 64`, `last_norm = true` and
-    `table_interpolation = "bicubic"`.
+    `frames = 1`, `bias = false`, `pre_norm = true` and `rates_in_turns = true`; the tower of Kimi-K2.5 (Kimi Team
+    2026) has `frames = 1`, `norm = "layernorm"`, `ffn = "gelu"`, `patch_bias = true`, `table = 64`, `last_norm = true`
+    and `table_interpolation = "bicubic"`.
     """
 
     dim: int = field(default=1280, validator=gt(0))
