@@ -50,7 +50,7 @@ def same_training(ranks: Sequence[Curve], alone: Curve) -> None:
 
 
 test_layouts = layout_law(
-    Case("ia3", observe=observe, compare=same_training, layouts=("fsdp2", "tp2", "pp2", "cp2", "compiled"))
+    Case("ia3", observe=observe, compare=same_training, layouts=("fsdp2", "tp2", "pp2", "cp2", "traced"))
 )
 
 

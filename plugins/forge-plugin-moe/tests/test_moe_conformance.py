@@ -82,7 +82,7 @@ class TestModelWithNormsOfBranches(ModelSuite):
 
 @pytest.mark.thorough
 class TestNormsOfBranchesElsewhere(ParitySuite):
-    layouts = ("fsdp2", "tp2_whole_sequences", "pp2", "compiled")
+    layouts = ("fsdp2", "tp2_whole_sequences", "pp2", "traced")
 
     def parity_changes(self, folder):
         return {"model": TestModelWithNormsOfBranches.component}

@@ -195,7 +195,7 @@ class TestCanon(ModelSuite):
         ffn=SwiGLU(hidden=16),
         canon=EVERYWHERE,
     )
-    layouts = ("fsdp2", "tp2", "pp2", "cp2", "compiled")
+    layouts = ("fsdp2", "tp2", "pp2", "cp2", "traced")
 
 
 class TestCanonAndDocuments(ParitySuite):

@@ -137,7 +137,7 @@ class TestTransformerLikeGemma3n(ModelSuite):
     layouts = ("tp2", "pp2")
 
 
-ELSEWHERE = ("fsdp2", "tp2_whole_sequences", "cp2", "checkpointing2", "compiled")
+ELSEWHERE = ("fsdp2", "tp2_whole_sequences", "cp2", "checkpointing2", "traced")
 
 
 @pytest.mark.thorough
@@ -181,7 +181,7 @@ class TestTransformerLikePhi(ModelSuite):
         vocab_size=32, dim=16, layers=2, residual="parallel", norm_placement="shared", head_bias=True,
         norm=LayerNorm(), ffn=GELU(bias=True), attention=GroupedQueryAttention(heads=4, bias=True),
     )  # fmt: skip
-    layouts = ("fsdp2", "tp2", "tp2_whole_sequences", "pp2", "cp2", "compiled")
+    layouts = ("fsdp2", "tp2", "tp2_whole_sequences", "pp2", "cp2", "traced")
 
 
 class TestTransformerLikeNemotron(ModelSuite):
@@ -193,7 +193,7 @@ class TestTransformerLikeNemotron(ModelSuite):
             heads=4, kv_heads=2, qk_norm=True, qk_norm_rotated=True, query_growth=0.5, query_growth_length=3,
         ),
     )  # fmt: skip
-    layouts = ("fsdp2", "tp2", "tp2_whole_sequences", "pp2", "cp2", "compiled")
+    layouts = ("fsdp2", "tp2", "tp2_whole_sequences", "pp2", "cp2", "traced")
 
 
 class TestTransformerLikeApertus(ModelSuite):
@@ -203,7 +203,7 @@ class TestTransformerLikeApertus(ModelSuite):
         vocab_size=32, dim=16, layers=2, ffn=XIELU(hidden=24),
         attention=GroupedQueryAttention(heads=4, kv_heads=2, qk_norm=True),
     )  # fmt: skip
-    layouts = ("fsdp2", "tp2", "tp2_whole_sequences", "pp2", "cp2", "compiled")
+    layouts = ("fsdp2", "tp2", "tp2_whole_sequences", "pp2", "cp2", "traced")
 
 
 class TestTransformerWithASharedNormThatPredictsFurther(ModelSuite):

@@ -406,7 +406,7 @@ def test_what_forge_does_not_compute_is_named(changes, expected):
             "llava-hf/llava-v1.6-mistral-7b-hf",
             "vision.encoder.size",
             [336, 350],
-            [at("", [336, 350], "squares")] * 2,  # of the tower and of its pinpoints
+            [at("", [336, 350], "squares")],  # of the tower and of its pinpoints, named once
         ),
         ("google/siglip2-base-patch16-naflex", "vision.encoder.size", [256, 240], [at("", [256, 240], "square")]),
         ("Qwen/Qwen3-VL-8B-Instruct", "vision.encoder.table", 0, [at("", "vision.encoder.table = 0")]),
