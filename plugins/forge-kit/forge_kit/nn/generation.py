@@ -63,7 +63,6 @@ def with_prompt(model: Any, batch: Batch, answers: Sequence[int]) -> Batch:
     return {**batch, PROMPT: prompt & (batch["positions"] >= 0) if "positions" in batch else prompt}
 
 
-@runtime_checkable
 class VoidsCache(Protocol):
     """A module of a model whose caches are void once a row is longer than certain lengths.
 
@@ -208,7 +207,7 @@ class WholeModel(JointGeneration):
 
     def cache_limits(self) -> set[int]:
         """Collected from all modules that are `VoidsCache`."""
-        # Not by `isinstance`, which of a protocol takes 60 µs for each module: as long as half a token of a small model
+        # Not by `isinstance`, which looks up the members of a protocol anew for each module, at each call of `generate`
         return {limit for module in self.model.modules() for limit in getattr(module, "cache_limits", ())}
 
     def joins_rows(self, cache: Any) -> bool:
