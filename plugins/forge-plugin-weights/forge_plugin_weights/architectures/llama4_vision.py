@@ -14,7 +14,7 @@ from forge_plugin_weights.composites import LanguageTable, VisionTable, language
 from forge_plugin_weights.fields import Dropout, Fixed, Key, Only, setting, value_of
 from forge_plugin_weights.kinds import Config, Field, Filler, Flat, Part, Rule, Shapes, Unsupported
 from forge_plugin_weights.pixels import ENCODER, Pixels
-from forge_plugin_weights.rules import RotaryRows, Same
+from forge_plugin_weights.rules import RotaryRows, Same, some_rows
 
 LANGUAGE_TYPE, LANGUAGE_MODEL = "llama4_text", Llama4Text()
 BLOCK: Mapping[str, str] = {
@@ -52,19 +52,8 @@ class FirstIsLast:
         if name != self.ours:
             return ()
         shape = shapes[name]
-        return [self._part(shape, *rows) for rows in ((1, 0, shape[0] - 1), (0, shape[0] - 1, 1))]
-
-    def _part(self, shape: tuple[int, ...], first: int, row: int, count: int) -> Part:
-        return Part(
-            ours=self.ours,
-            theirs=self.theirs,
-            shape=shape,
-            offsets=(first, 0),
-            sizes=(count, shape[1]),
-            row=row,
-            of_ours=lambda tensor: tensor[first : first + count],
-            of_theirs=lambda tensor: tensor[row : row + count],
-        )
+        last = shape[0] - 1
+        return [some_rows(name, self.theirs, shape, rows) for rows in ((1, last, 0, 1), (0, 1, last, 1))]
 
 
 @frozen
