@@ -26,7 +26,9 @@ class PerLayerInputs:
     dim: int = field(validator=gt(0))
     """P, the width of an input."""
     vocab_size: int = field(default=0, validator=ge(0))
-    """Rows of the table; 0: as many as the model's. Tokens beyond them have the first row."""
+    """Rows of the table; 0: as many as the model's."""
+    padding_row: int = field(default=0, validator=ge(0))
+    """The row of tokens beyond the table, and of places of images; in Gemma 4 that of the token of padding."""
     approximate: Literal["tanh", "none"] = "tanh"
     """The activation by its tanh approximation (Gemma), or exactly."""
 
@@ -50,6 +52,7 @@ class PerLayerInputs:
             dim,
             width=self.dim,
             layers=layers,
+            padding_row=self.padding_row,
             norm=context.at("norm").build(norm, dim=self.dim),
             dtype=context.dtype,
             std=std,

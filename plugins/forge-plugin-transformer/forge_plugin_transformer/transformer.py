@@ -268,6 +268,9 @@ class Transformer(ModelComponent):
             yield Problem("altup.active", f"{message}; lower it")
         if names and self.mtp is not None:
             yield Problem(names[0], "modules of multi-token prediction have none; leave it out, or model.mtp")
+        if (inputs := self.per_layer_inputs) is not None and 0 < inputs.vocab_size <= inputs.padding_row:
+            message = f"{inputs.padding_row} is none of {inputs.vocab_size} rows, which count from 0; lower it"
+            yield Problem("per_layer_inputs.padding_row", message)
         if self.per_layer_inputs is not None and (streams := self.residual_connection.stream_count()) > 1:
             message = f"is added to one stream, and model.residual_connection has {streams}"
             yield Problem("per_layer_inputs", f"{message}; leave it out, or take a connection of one stream")

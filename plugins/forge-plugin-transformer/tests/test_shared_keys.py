@@ -51,6 +51,9 @@ MISTAKES = {
         'residual = "parallel"', "[model.altup]\n", at("model.altup", "parallel parts"),
     ),
     "no such stream": ("", "[model.altup]\nactive = 4\n", at("model.altup.active", 4, 4)),
+    "no such row": (
+        "", f"{INPUTS}vocab_size = 5\npadding_row = 5\n", at("model.per_layer_inputs.padding_row", 5, 5),
+    ),
     "predictions of streams": ("", "[model.altup]\n[model.mtp]\n", at("model.altup", "model.mtp")),
     "streams": (
         "",

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 @frozen(kw_only=True)
 class GemmaViT(VisionEncoderComponent):
-    """Gemma 4's tower: images of any size, with a table of columns and one of rows besides a rotary encoding.
+    """Gemma 4's tower: images of any size, with a table of columns and one of rows and a rotary encoding.
 
     Each block has norms before and after attention and feed-forward part. Queries and keys are normalised with gains,
-    values without; scores have no factor. The defaults are those of its class in `transformers`; the tower of 26B-A4B
-    has `dim = 1152`, `layers = 27`, `heads = 16`, `head_dim = 72`, `hidden = 4304`.
+    values without; scores have no factor. The defaults are those of its class in `transformers`, and of E2B and E4B but
+    for `clipped`; the tower of 26B-A4B has `dim = 1152`, `layers = 27`, `heads = 16`, `head_dim = 72`, `hidden = 4304`.
     """
 
     dim: int = field(default=768, validator=gt(0))
@@ -49,6 +49,9 @@ class GemmaViT(VisionEncoderComponent):
     """Base of the wavelengths of the rotary encoding: half of a head is for columns, half for rows."""
     eps: float = field(default=1e-6, validator=gt(0), metadata=when_resumed("flag"))
     """Added to the mean square in norms."""
+    clipped: bool = False
+    """Whether each matrix of a block clips its inputs and outputs (Gemma 4 E2B and E4B). The bounds of a matrix are in
+    checkpoints and are not trained; the initial ones are infinite."""
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     """Subtracted from red, green and blue, as a share of 255."""
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)
@@ -84,7 +87,7 @@ class GemmaViT(VisionEncoderComponent):
         init = InitStd(self.init_std, self.init_std / math.sqrt(2 * self.layers))
         sizes = {"heads": self.heads, "head_dim": self.head_dim, "hidden": self.hidden}
         return QwenVisionTransformer(
-            [GemmaBlock(self.dim, **sizes, eps=self.eps, init=init) for _ in range(self.layers)],
+            [GemmaBlock(self.dim, **sizes, eps=self.eps, init=init, clipped=self.clipped) for _ in range(self.layers)],
             patch=Linear(self.image_format().values, self.dim, bias=False, std=self.init_std),
             table=AxisTables(self.positions, self.dim, std=self.init_std),
             rotary=ApartRotary(self.head_dim, self.theta),

@@ -220,11 +220,16 @@ class Joint(FusionComponent):
         from forge_plugin_vision.modules.deepstack import DeepStackModel, StackedVision, add_deepstack
         from forge_plugin_vision.modules.grafting import TokensOnly, embedding_width, graft
         from forge_plugin_vision.modules.image_spans import add_image_spans
-        from forge_plugin_vision.modules.joint import JointModel, PlacedVision
+        from forge_plugin_vision.modules.joint import JointInputsModel, JointModel, PlacedVision
         from forge_plugin_vision.modules.prefix_spans import add_prefix_spans
         from forge_plugin_vision.modules.spatial_positions import add_spatial_positions
 
-        grafted: Any = graft(model, DeepStackModel if self.deepstack else JointModel, vision)
+        with_inputs = getattr(model, "per_layer_inputs", None) is not None
+        if with_inputs and self.deepstack:
+            message = "the language model has per_layer_inputs, which are made of one feature a position"
+            raise JobError([Problem("model.fusion.deepstack", f"{message}; leave one of the two out")])
+        plain = JointInputsModel if with_inputs else JointModel
+        grafted: Any = graft(model, DeepStackModel if self.deepstack else plain, vision)
         embedding: Any = type(grafted.embedding)
         # Before features are added: ids of images are negative, and their embeddings must be zeros.
         grafted.embedding.__class__ = derived(TokensOnly, embedding)

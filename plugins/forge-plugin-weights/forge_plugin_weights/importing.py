@@ -317,7 +317,7 @@ def _tokenizer_folder(model: Path, chosen: bool | Path) -> Iterator[Path]:
 
 
 def _import(source: PublishedModel, output: Path, copy: bool, tokenizer: bool, catalog: Catalog) -> None:
-    finite = FiniteCheck(source.places)
+    finite = FiniteCheck(source.places, source.architecture.unbounded)
     with Reader() as reader:
         # First, since it takes longest: everything else runs in the meantime.
         paths = [] if copy else source.files  # copies are hashed when they are made

@@ -21,7 +21,7 @@ def describe(architecture: ArchitectureComponent, config: Config) -> tuple[Rows,
 
 
 def without(architecture: ArchitectureComponent, config: Config, ignored: Collection[str]) -> Config:
-    """Returns a configuration without keys that mean nothing, as whoever imports it has stated.
+    """Returns a configuration without keys that mean nothing, or whose parts are left out, as an importer has stated.
 
     Args:
         architecture: whose configuration it is.
@@ -29,7 +29,8 @@ def without(architecture: ArchitectureComponent, config: Config, ignored: Collec
         ignored: the keys; those in tables of it, with dots (`text_config.version`).
 
     Raises:
-        JobError: there is no such key, or a field reads it, so that it may change what the model computes.
+        JobError: there is no such key, or a field reads it, so that it may change what the model computes, and it is
+            none of the architecture's removable parts.
     """
     if not ignored:
         return config
@@ -41,7 +42,7 @@ def without(architecture: ArchitectureComponent, config: Config, ignored: Collec
             near = get_close_matches(key, meanings, 1)
             hint = f"did you mean {near[0]}?" if near else "weights inspect lists its keys"
             raise JobError(f"--ignore {key}: config.json has no such key; {hint}")
-        if meanings[key] != NOT_KNOWN:
+        if meanings[key] != NOT_KNOWN and key not in architecture.removable:
             message = "only a key without a meaning to Forge can be ignored, and this one has one"
             raise JobError(f"--ignore {key}: {message} ({meanings[key]})")
     return _without(config, ignored)
@@ -104,7 +105,7 @@ def _rows(
             rows += own
             supported = supported and all_known
             continue
-        if key not in meanings and means_nothing(key, value, flat):
+        if key not in meanings and (value is None or means_nothing(key, value, flat)):  # null: as if it was missing
             meanings[key] = NOTHING
         if key not in meanings:
             supported = False

@@ -213,6 +213,10 @@ class ArchitectureComponent(Component[None]):
     """Keys that such a table leaves out."""
     kept: ClassVar[Collection[str]] = ()
     """Keys that an imported model has again, though they mean nothing to Forge."""
+    removable: ClassVar[Collection[str]] = ()
+    """Keys of parts that `--ignore` leaves out of a model, as it does keys without a meaning."""
+    unbounded: ClassVar[Collection[str]] = ()
+    """Patterns of tensors of files that may hold infinite numbers, such as bounds that clip nothing."""
     seldom: ClassVar[bool] = False
     """Whether a model that is also of another architecture is exported as that one, unless it was imported as this."""
     purpose: ClassVar[Config] = {}

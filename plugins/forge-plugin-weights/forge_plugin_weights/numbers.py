@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -12,6 +12,7 @@ from forge_core.contracts.errors import JobError
 from forge_plugin_weights.files import BLOCK, Place
 from forge_plugin_weights.matching import listed
 from forge_plugin_weights.reading import Piece
+from forge_plugin_weights.tables import fits_any
 
 WEIGHTS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of weights; 8 and 4 bits are read as one of them, by their scales."""
@@ -33,10 +34,12 @@ def check_dtypes(places: Mapping[str, Place], used: Iterable[str], folder: Path)
 class FiniteCheck:
     """Looks for NaN and infinite numbers in tensors while their files are read for another purpose."""
 
-    def __init__(self, places: Mapping[str, Place]) -> None:
+    def __init__(self, places: Mapping[str, Place], unbounded: Collection[str] = ()) -> None:
+        """Look at the tensors of `places`, of which those that fit a pattern of `unbounded` may be infinite."""
         # Without tensors that are computed: their bytes in the file are other numbers.
         self._places = {name: place for name, place in places.items() if place.as_stored and place.dtype in WEIGHTS}
         self._not_finite: set[str] = set()
+        self._unbounded = unbounded
 
     def pieces(self, path: Path) -> Iterator[Piece]:
         """Yields the blocks of a file's tensors, in order."""
@@ -50,7 +53,9 @@ class FiniteCheck:
         if piece.key is not None:
             block = torch.frombuffer(memory, dtype=self._places[piece.key].dtype)
             # NaN is both bounds; isfinite makes tensors as large as the block, and takes 20 times as long
-            if not all(math.isfinite(bound) for bound in torch.aminmax(block)):
+            bounds = [float(bound) for bound in torch.aminmax(block)]
+            may_be_infinite = not any(map(math.isnan, bounds)) and fits_any(piece.key, self._unbounded)
+            if not (all(map(math.isfinite, bounds)) or may_be_infinite):
                 self._not_finite.add(piece.key)
 
     def finish(self, used: Iterable[str], folder: Path) -> None:

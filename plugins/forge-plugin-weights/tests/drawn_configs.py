@@ -109,6 +109,7 @@ ALWAYS: Mapping[str, Draw] = {
     "moe_shared_expert_intermediate_size": lambda sizes: st.integers(1, 4).map(lambda n: n * sizes.expert_width),
     "n_groups": same(st.sampled_from([1, 2])),
     "hidden_size_per_layer_input": same(st.sampled_from([0, 4, 256])),
+    "pad_token_id": same(st.integers(0, 2)),
     "enable_moe_block": lambda sizes: st.just(sizes.groups == 2),
     "num_kv_shared_layers": same(st.just(0)),  # of which there are 15, where a class has another number of layers
     "top_k_experts": same(st.integers(1, 2)),

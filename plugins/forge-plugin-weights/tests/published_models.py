@@ -162,6 +162,15 @@ GEMMA4: Mapping[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+GEMMA4_SMALL: Mapping[str, Any] = {
+    "num_hidden_layers": 6,
+    "layer_types": [*GEMMA4["layer_types"], "sliding_attention", "full_attention"],
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 64,
+}
+"""Further keys, as of E2B."""
 
 
 GRANITE: Mapping[str, Any] = {
@@ -468,15 +477,7 @@ MODELS: Mapping[str, Published] = {
     ),
     "gemma4_text, small": Published(
         "Gemma4",
-        {
-            **GEMMA4,
-            "num_hidden_layers": 6,
-            "layer_types": [*GEMMA4["layer_types"], "sliding_attention", "full_attention"],
-            "num_kv_shared_layers": 3,
-            "use_double_wide_mlp": True,
-            "hidden_size_per_layer_input": 8,
-            "vocab_size_per_layer_input": 64,
-        },
+        {**GEMMA4, **GEMMA4_SMALL},
         "Gemma4Text",
     ),
     "gemma4_text, experts": Published(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers
 from attrs import frozen
-from published_models import GEMMA, GEMMA4, GROWING, LATENT, LLAMA4, SIZES, WINDOWS, YARN, lifted, rewrite
+from published_models import GEMMA, GEMMA4, GEMMA4_SMALL, GROWING, LATENT, LLAMA4, SIZES, WINDOWS, YARN, lifted, rewrite
 from torch import Tensor
 from torch.nn import functional as F
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
@@ -87,11 +87,17 @@ def llama4(**keys: Any) -> Any:
 GEMMA4_TOKENS = ("image_token_id", "boi_token_id", "eoi_token_id", "video_token_id", "audio_token_id", "boa_token_id")
 
 
-def gemma4(*, both_ways: str | None = "vision", **keys: Any) -> Any:
-    """Windows of 2 x 2 patches; images have more positions than the window of the language model's first layers."""
+def gemma4(*, both_ways: str | None = "vision", language: Mapping[str, Any] | None = None, **keys: Any) -> Any:
+    """Windows of 2 x 2 patches; images have more positions than the window of the language model's first layers.
+
+    Args:
+        both_ways: which positions see each other.
+        language: keys of the language model.
+        keys: of the tower.
+    """
     tower = {key: value for key, value in TOWER.items() if key != "image_size"}
     tower |= {"num_key_value_heads": 3, "head_dim": 4, "position_embedding_size": 48, "pooling_kernel_size": 2, **keys}
-    text_ = {**SIZES, **GEMMA4, "sliding_window": 4, "use_bidirectional_attention": both_ways}
+    text_ = {**SIZES, **GEMMA4, "sliding_window": 4, "use_bidirectional_attention": both_ways, **(language or {})}
     # Behind the vocabulary, as its class takes each of them for padding, in what it has generated, too
     tokens = {name: 1000 + number for number, name in enumerate(GEMMA4_TOKENS)} | {"image_token_id": PLACEHOLDER}
     return transformers.Gemma4Config(text_config=text_, vision_config=tower, **tokens)
@@ -127,9 +133,11 @@ class Seeing:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
-            for name, buffer in model.named_buffers():  # Gemma 4's, which its class leaves uninitialised
-                if name.endswith(("std_bias", "std_scale")):
+            for name, buffer in model.named_buffers():
+                if name.endswith(("std_bias", "std_scale")):  # Gemma 4's, which its class leaves uninitialised
                     buffer.copy_(torch.rand_like(buffer) + 0.5)
+                elif name.endswith(("put_min", "put_max")) and "layers.0." not in name:  # where they stay infinite
+                    buffer.copy_((torch.rand_like(buffer) + 0.3) * buffer.sign())
         # Of a model in float32 this would make the complex tables of Llama 4 real numbers, too.
         return model if dtype == torch.float32 else model.to(dtype)
 
@@ -224,7 +232,10 @@ ANY_SIZE: Mapping[str, Seeing] = {
 """Models whose images have any size."""
 BUDGETED: Mapping[str, Seeing] = {
     "gemma4": Seeing("Gemma4ForConditionalGeneration", lambda: gemma4(standardize=True)),
-    "gemma4, causal": Seeing("Gemma4ForConditionalGeneration", lambda: gemma4(both_ways=None)),
+    "gemma4, small": Seeing(
+        "Gemma4ForConditionalGeneration",
+        lambda: gemma4(both_ways=None, language={**GEMMA4_SMALL, "pad_token_id": 3}, use_clipped_linears=True),
+    ),
 }
 """Models whose images fill a number of patches."""
 NAVIT: Mapping[str, Seeing] = {"kimi_k25, experts": PublishedKimi("Kimi_K25ForConditionalGeneration", kimi)}

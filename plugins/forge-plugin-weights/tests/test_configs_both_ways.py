@@ -66,7 +66,7 @@ OWN_SPELLINGS: Mapping[str, set[str]] = {
     "gemma3n_text": {"intermediate_size"},  # a list is written
     # Of layers with a window, where there is none; of those that share keys, and of inputs, where there are none
     "gemma4_text": {
-        *("head_dim", "num_key_value_heads", "use_double_wide_mlp", "vocab_size_per_layer_input"),
+        *("head_dim", "num_key_value_heads", "use_double_wide_mlp", "vocab_size_per_layer_input", "pad_token_id"),
     },
     "bamba": {"mamba_n_heads", "mamba_d_head", "mamba_expand"},
     "nemotron_h": {"layers_block_type"},  # whose entries have two names each

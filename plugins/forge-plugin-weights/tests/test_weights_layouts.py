@@ -53,7 +53,7 @@ SEEING: Mapping[str, Any] = {
     **published_vision.MODELS,
     "mllama": published_vision.TILED["mllama"],
     "mistral3": published_vision.ANY_SIZE["mistral3"],
-    "gemma4": published_vision.BUDGETED["gemma4"],
+    **published_vision.BUDGETED,
     **published_vision.NAVIT,
     # Variants differ by settings alone
     **{name: each for name, each in {**published_qwen.MODELS, **ANY_RESOLUTION}.items() if "," not in name},
@@ -77,7 +77,6 @@ TRAINED_TOO: Mapping[str, str] = {
     "gemma3_text": "tp2",
     "gemma3n_text": "tp2",
     "gemma4_text": "pp2",
-    "gemma4_text, small": "tp2",
     "gemma4_text, experts": "ep2",
     "llama4_text": "ep2",
     "qwen2_moe": "fsdp2",
@@ -109,6 +108,7 @@ TRAINED_TOO: Mapping[str, str] = {
     "smolvlm": "pp2",
     "mistral3": "tp2",
     "gemma4": "pp2",
+    "gemma4, small": "tp2",
     "kimi_k25, experts": "tp2",
     "qwen2_5_vl": "tp2",
     "qwen3_vl": "pp2",
@@ -124,7 +124,7 @@ LIKE_LLAMA = (
     *("gemma", "gemma2", "gemma3_text"),
 )
 """Architectures with Llama's matrices, by the same names and rules."""
-ANY_SIZE = ("mistral3", "gemma4", "kimi_k25, experts")
+ANY_SIZE = ("mistral3", *published_vision.BUDGETED, "kimi_k25, experts")
 IMAGES = "forge_testing.vision:RandomImages"
 JOB: Mapping[str, Any] = {
     "train": {"steps": 1, "global_batch_size": 4, "micro_batch_size": 2, "seq_len": 24, "precision": "fp32"},

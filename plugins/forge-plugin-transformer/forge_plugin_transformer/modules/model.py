@@ -117,10 +117,15 @@ class TransformerModel(KeepsTies):
         inputs of all layers, (B, S, L, P).
         """
         ids = batch["input_ids"]
-        x = self.embedding(ids)
+        x = self.embedded(batch)
         shared = [x.new_zeros(*ids.shape, *shape) for shape in self.kv_shapes for _ in ("keys", "values")]
         inputs = [] if self.per_layer_inputs is None else [self.per_layer_inputs(ids, x)]
         return (self._stream(x, batch), *shared, *inputs)
+
+    def embedded(self, batch: Batch) -> Tensor:
+        """Returns the embeddings (B, S, D) of tokens; derived classes may add features to them."""
+        x: Tensor = self.embedding(batch["input_ids"])
+        return x
 
     def _stream(self, x: Tensor, batch: Batch) -> Tensor:
         """Returns the stream before the first layer, from the embeddings of tokens."""

@@ -23,7 +23,16 @@ class LayerInputs(nn.Module):
     """(norm(projection(x) / sqrt(D)) + table(ids)) / sqrt(2) for each layer, where rows of the table times sqrt(P)."""
 
     def __init__(
-        self, rows: int, dim: int, *, width: int, layers: int, norm: nn.Module, dtype: torch.dtype, std: float
+        self,
+        rows: int,
+        dim: int,
+        *,
+        width: int,
+        layers: int,
+        norm: nn.Module,
+        dtype: torch.dtype,
+        std: float,
+        padding_row: int = 0,
     ) -> None:
         """Set up the module.
 
@@ -35,9 +44,10 @@ class LayerInputs(nn.Module):
             norm: over P features.
             dtype: of the table's rows.
             std: deviation of initial matrices.
+            padding_row: the row of ids that are not in the table.
         """
         super().__init__()
-        self.rows, self.width = rows, width
+        self.rows, self.width, self.padding_row = rows, width, padding_row
         self.table = ScaledEmbedding(rows, layers * width, scale=width**0.5, dtype=dtype, std=std)
         self.projection = Linear(dim, layers * width, std=std)
         self.norm = norm
@@ -45,8 +55,9 @@ class LayerInputs(nn.Module):
 
     def forward(self, ids: Tensor, x: Tensor) -> Tensor:
         """(B, S) int64 and (B, S, D) to (B, S, L, P)."""
-        # Ids of other media are beyond the table, and read its first row, as in Gemma 3n
-        own = self.table(ids.where(ids < self.rows, 0)).unflatten(-1, (-1, self.width))
+        # Ids of other media are negative, or beyond the table
+        known = (ids >= 0) & (ids < self.rows)
+        own = self.table(ids.where(known, self.padding_row)).unflatten(-1, (-1, self.width))
         read = (self.projection(x) * self.scale).unflatten(-1, (-1, self.width))
         inputs: Tensor = (self.norm(read) + own) * 2.0**-0.5
         return inputs

@@ -38,7 +38,7 @@ def place(features: Tensor, places: Tensor) -> Tensor:
 
 
 class JointModel(VisionLanguageModel):
-    """See `forge_plugin_vision.Joint`."""
+    """See `forge_plugin_vision.Joint`; for inputs of layers there is `JointInputsModel`."""
 
     def embed(self, batch: Batch) -> Carry:
         """Returns the carry with features added to the embeddings, which are zeros at their positions."""
@@ -57,3 +57,17 @@ class JointModel(VisionLanguageModel):
         """Returns the plan with a sum over ranks of the placed features, each of which one rank has computed."""
         plan = super().tensor_parallel_plan()
         return {**plan, "vision": "partial_output"} if plan else plan
+
+
+class JointInputsModel(JointModel):
+    """Of a language model whose layers have inputs made of the embeddings (Gemma 4 E2B), those of images included."""
+
+    def embed(self, batch: Batch) -> Carry:
+        """Returns the language model's carry, to whose embeddings `embedded` has added the features."""
+        carry: Carry = super(JointModel, self).embed(batch)
+        return carry
+
+    def embedded(self, batch: Batch) -> Tensor:
+        """Returns (B, S, D): tokens' embeddings, and features at the positions of images."""
+        x: Tensor = super().embedded(batch)  # type: ignore[misc]
+        return x + self.vision(batch) if PATCHES in batch else x

@@ -324,6 +324,29 @@ class PerLayerEmbeddings(Field):
         return {rows: model["vocab_size"]} if rows in model and not model[rows] else {}
 
 
+@frozen(kw_only=True)
+class PaddedEmbeddings(PerLayerEmbeddings):
+    """With `pad_token_id`, whose row is that of places of images in Gemma 4; published models have row 0."""
+
+    @property
+    def keys(self) -> Collection[str]:
+        return (*super().keys, "pad_token_id")
+
+    @property
+    def written(self) -> Collection[str]:
+        """Without that key, which exports have for what generates with them, too."""
+        return super().keys
+
+    def read(self, config: Config) -> Flat:
+        model = super().read(config)
+        return {**model, f"{TABLE}.padding_row": config.get("pad_token_id") or 0} if model else model
+
+    def write(self, model: Flat) -> Config:
+        """Writes a row other than the first, which a configuration without the key has."""
+        row = model.get(f"{TABLE}.padding_row", 0)
+        return {**super().write(model), **({"pad_token_id": row} if row else {})}
+
+
 INPUTS: Sequence[Rule] = tuple(
     Same(f"{ours}.weight", f"model.{theirs}.weight")
     for ours, theirs in {
@@ -401,7 +424,7 @@ class Gemma4Text(ArchitectureComponent):
             Key("num_kv_shared_layers", "kv_shared_layers", 0),
             FeedForward(),
             Irrelevant("ffn.dense.hidden", 0, {"ffn.first_dense": 0, "ffn.every": 1}),  # no layer is without experts
-            PerLayerEmbeddings(default=256, rows=262144),
+            PaddedEmbeddings(default=256, rows=262144),
         )
 
     def rules(self, model: Flat) -> Sequence[Rule]:

@@ -8,11 +8,11 @@ from typing import ClassVar
 import attrs
 from attrs import frozen
 
-from forge_plugin_weights.architectures.gemma4 import TABLE, Gemma4Text
+from forge_plugin_weights.architectures.gemma4 import Gemma4Text
 from forge_plugin_weights.architectures.qwen_vl import Room
 from forge_plugin_weights.architectures.vision_language import ADAPTER, VisionLanguageModel
 from forge_plugin_weights.architectures.vision_towers import OF_EVERY_MODEL, VISION, WHOLE, Tower
-from forge_plugin_weights.composites import LANGUAGE, TEXT, LanguageTable, VisionTable, language_rules
+from forge_plugin_weights.composites import TEXT, LanguageTable, VisionTable, language_rules
 from forge_plugin_weights.fields import Dropout, Fixed, Key, Only, setting, value_of
 from forge_plugin_weights.kinds import Config, Field, Filler, Flat, InnerTable, Rule, Unsupported
 from forge_plugin_weights.pixels import ENCODER, BudgetPixels
@@ -36,16 +36,21 @@ BLOCK: Mapping[str, str] = {
 """Modules of a block: ours, theirs; queries, keys and values are one of ours."""
 
 
+BOUNDS = ("input_min", "input_max", "output_min", "output_max")
+BOUNDED: Mapping[str, str] = {
+    **{f"qkv.bounds.{number}": f"self_attn.{name}_proj" for number, name in enumerate("qkv")},
+    **{f"{ours}.bounds.0": BLOCK[ours].removesuffix(".linear") for ours in ("o", "ffn.gate", "ffn.up", "ffn.down")},
+}
+"""Matrices that clip, where they do."""
+
+
 @frozen(kw_only=True)
 class SeeingLanguage(LanguageTable):
     """`text_config`: Gemma 4's. Which positions of images see each other is a key of the fusion here."""
 
     def inner(self, config: Config) -> InnerTable:
-        """Returns the table without that key; raises `Unsupported` for inputs of layers."""
+        """Returns the table without that key."""
         table = super().inner(config)
-        if width := value_of(table.config, "hidden_size_per_layer_input", 256):
-            message = f"hidden_size_per_layer_input = {width}; inputs of layers have no values for images"
-            raise Unsupported(f"{TEXT}: {message}. --architecture {LANGUAGE_TYPE} takes the language model alone")
         own = {key: value for key, value in table.config.items() if key != BOTH_WAYS}
         return attrs.evolve(table, config=own)
 
@@ -57,9 +62,7 @@ class SeeingLanguage(LanguageTable):
         return {**super().read(config), **dict.fromkeys(BIDIRECTIONAL, given is not None)}
 
     def write(self, model: Flat) -> Config:
-        """Adds that key; raises `Unsupported` where images see themselves in all layers, and for inputs of layers."""
-        if model.get(f"{LANGUAGE}{TABLE}.dim"):
-            raise Unsupported(f"{LANGUAGE}{TABLE}, which have no values for images")
+        """Adds that key; raises `Unsupported` where images see themselves in all layers."""
         own = {path: setting(model, path) for path in BIDIRECTIONAL}
         if len({*own.values()}) > 1:
             raise Unsupported(f"{own}, where both are equal always")
@@ -138,7 +141,7 @@ class Gemma4Vision(Tower):
             Key("pooling_kernel_size", f"{ADAPTER}.window", 3),
             Key("standardize", f"{ADAPTER}.standardise", False),
             Only("hidden_activation", "gelu_pytorch_tanh", "the encoder gemma_vit has no other"),
-            Only("use_clipped_linears", False, "matrices whose inputs and outputs are clipped are missing"),
+            Key("use_clipped_linears", f"{ENCODER}.clipped", False),
             Only("attention_bias", False, "the class has none"),
             Dropout("attention_dropout"),
             BudgetPixels(processor="Gemma4"),
@@ -157,6 +160,11 @@ def tower_rules(model: Flat, prefix: str) -> Sequence[Rule]:
         ),
         Same(f"{ENCODER}.positions.weight", f"{prefix}patch_embedder.position_embedding_table"),
         SplitRows(f"{layer}.qkv.weight", [f"{there}.self_attn.{name}_proj.linear.weight" for name in "qkv"]),
+        *(
+            Same(f"{layer}.{ours}.{name}", f"{there}.{theirs}.{name}")
+            for ours, theirs in BOUNDED.items()
+            for name in BOUNDS
+        ),
         *(Same(f"{layer}.{ours}.weight", f"{there}.{theirs}.weight") for ours, theirs in BLOCK.items()),
         Same(f"{ADAPTER}.shift", f"{prefix}std_bias"),
         Same(f"{ADAPTER}.factor", f"{prefix}std_scale"),
@@ -170,15 +178,19 @@ TOKENS: Mapping[str, str] = {
     "video_token_id": "<|video|>",
 }
 """Keys with ids of tokens of images and videos."""
+SOUNDS = "audio_config"
 OF_SOUNDS = ("audio_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index")
 SOFT_TOKENS = "vision_soft_tokens_per_image"
 
 
 @frozen(kw_only=True)
 class Gemma4(VisionLanguageModel):
-    """Gemma 4 26B-A4B and 31B."""
+    """Gemma 4: E2B and E4B without their sounds, 26B-A4B, 31B."""
 
     name = "Gemma4ForConditionalGeneration"
+    removable = (SOUNDS,)
+    unbounded: ClassVar[Collection[str]] = tuple(f"model.vision_tower.*.{name}" for name in BOUNDS)
+    left_out = (*VisionLanguageModel.left_out, *Gemma4Text.left_out, "model.audio_tower.*", "model.embed_audio.*")
     harmless = (*TOKENS, *OF_SOUNDS, SOFT_TOKENS)
     kept = harmless
     marks = TOKENS
@@ -187,12 +199,13 @@ class Gemma4(VisionLanguageModel):
 
     def fields(self) -> Sequence[Field]:
         """Returns the keys of both tables; sounds are refused."""
-        alone = f"sounds are not heard; --architecture {LANGUAGE_TYPE} takes the language model alone"
+        hint = f"--ignore {SOUNDS} leaves them out, --architecture {LANGUAGE_TYPE} takes the language model alone"
+        alone = f"sounds are not heard; {hint}"
         return (
             Fixed({"type": WHOLE, "fusion.type": f"{VISION}/joint", f"{ADAPTER}.type": f"{VISION}/scaled_pool"}),
             SeeingLanguage(default=LANGUAGE_TYPE, only=LANGUAGE_MODEL, head_keys=("logit_soft_cap",)),
             VisionTable(towers=self.towers),
-            Only("audio_config", None, alone),
+            Only(SOUNDS, None, alone),
             Room(),
         )
 
