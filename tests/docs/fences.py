@@ -22,6 +22,7 @@ import sys
 import tempfile
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +78,13 @@ SCRIPT = re.compile(r"python (\w+\.py)$")
 LOOKS = re.compile(r"forge-run (check|explain|plan|new-plugin|plugins|submit(?=.* --dry-run)|--help|--version)\b")
 """Commands that take a moment, or half a minute, and change nothing but that they write new files."""
 
+PLANS = re.compile(r"forge-run plan configs/\S+\.toml( --\S+[= ]\S+)*")
+"""Plans of shipped jobs, which are the same on every page."""
+
 SHELL = "|&;<>*$`(){}#~"
-"""Characters for which a command needs a shell."""
+"""Characters for which a command needs a shell, unless they are between quotes."""
+QUOTED = re.compile(r"'[^']*'|\"[^\"$`\\\\]*\"")
+"""What a shell passes on as it stands."""
 
 PLAIN = re.compile(r"(?P<variables>(?:\w+=\S+ )*)forge-run (?P<arguments>.*)")
 """What is started without one, as other processes of tests are: see `tests/forked_starts.py`."""
@@ -171,6 +177,8 @@ def printed(command: str, folder: Path, installed: Path | None = None) -> str:
     first, *rest = re.split(r"; (?=forge-run )", command)
     if rest:
         return "\n".join(filter(None, (printed(part, folder, installed) for part in (first, *rest))))
+    if PLANS.fullmatch(command) and folder != ROOT:
+        return _plan(command)
     if TRAINS.match(command):
         return _here(folder, lambda: main(shlex.split(command)[1:]))
     if script := SCRIPT.match(command):
@@ -179,7 +187,7 @@ def printed(command: str, folder: Path, installed: Path | None = None) -> str:
     environment = os.environ | {"PATH": path, "COLUMNS": "100"} | ({"PYTHONPATH": str(installed)} if installed else {})
     environment["PIP_DISABLE_PIP_VERSION_CHECK"] = "1"  # no notice of a newer pip, which pages do not show
     forge_run: list[str] = []
-    if (match := PLAIN.fullmatch(command)) and not set(command) & set(SHELL):
+    if (match := PLAIN.fullmatch(command)) and not set(QUOTED.sub("", command)) & set(SHELL):
         environment |= dict(variable.split("=", 1) for variable in match["variables"].split())
         forge_run = [sys.executable, "-m", "forge_core", *shlex.split(match["arguments"])]
     done = subprocess.run(
@@ -191,6 +199,11 @@ def printed(command: str, folder: Path, installed: Path | None = None) -> str:
         text=True,
     )
     return done.stdout.rstrip("\n")
+
+
+@cache
+def _plan(command: str) -> str:
+    return printed(command, ROOT)
 
 
 def _here(folder: Path, run: Callable[[], Any]) -> str:

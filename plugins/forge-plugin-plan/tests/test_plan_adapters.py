@@ -23,7 +23,7 @@ from forge_plugin_transformer import GroupedQueryAttention, SwiGLU, Transformer
 from forge_testing import Numbers, tiny_job
 
 CONFIG = Path(__file__).parents[3] / "configs" / "llama-8b-lora-1gpu.toml"
-DIM, LAYERS, HIDDEN, VOCABULARY, LENGTH, ROWS, RANK = 64, 4, 192, 512, 128, 2, 4
+DIM, LAYERS, HIDDEN, VOCABULARY, LENGTH, ROWS, RANK = 64, 2, 192, 512, 128, 2, 4
 BF16, FLOAT = 2, 4
 LORA = LoRA(rank=RANK, base_dtype="bf16", random_base=True)
 CHUNKED = ChunkedCrossEntropy(chunk_tokens=64)

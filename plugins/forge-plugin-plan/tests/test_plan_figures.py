@@ -68,13 +68,27 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+def job_in(name: str) -> Any:
+    _, stages, changes = LAYOUTS[name]
+    return job_of(parallel=stages, **changes)
+
+
+@cache
+def measured_by(ranks: int) -> list[dict[str, dict[str, Any]]]:
+    """What each of so many ranks measures of a step of each layout that is one for them, in one start."""
+    steps = {
+        name: (job_in(name), VOCABULARY // 2 if "tp" in stages else VOCABULARY)
+        for name, (count, stages, _) in LAYOUTS.items()
+        if count == ranks
+    }
+    return run_on_ranks(ranks, lambda rank: {name: real.step(job, logits) for name, (job, logits) in steps.items()})
+
+
 @cache
 def both(name: str) -> tuple[Plan, list[dict[str, Any]]]:
     """The plan of a layout, and what each rank of a run of the same job measures: one run for all that is compared."""
-    ranks, stages, changes = LAYOUTS[name]
-    job = job_of(parallel=stages, **changes)
-    logits = VOCABULARY // 2 if "tp" in stages else VOCABULARY
-    return plan_of(job, ranks), run_on_ranks(ranks, lambda rank: real.step(job, logits))
+    ranks = LAYOUTS[name][0]
+    return plan_of(job_in(name), ranks), [of_rank[name] for of_rank in measured_by(ranks)]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -59,7 +59,6 @@ EXPERTS = MoE(experts=4, hidden=16, shared_experts=1, first_dense=1, router=Sigm
 SPARSE = {"ffn": EXPERTS, "layers": 3}
 """A dense layer and one of experts on the first stage, another one of experts on the last."""
 LAYOUTS: dict[str, tuple[int, Any]] = {
-    "checkpointing": (2, {"parallel": pp() | {"activation_checkpointing": FULL}}),
     "selective, chunked loss": (
         2,
         {"parallel": pp() | {"activation_checkpointing": SELECTIVE}, "loss": ChunkedCrossEntropy(chunk_tokens=16)},
@@ -71,12 +70,7 @@ LAYOUTS: dict[str, tuple[int, Any]] = {
         4,
         {"parallel": pp() | {"fsdp": FSDP()}, "shards": 2, "precision": "bf16", "model_changes": {"layers": 4}},
     ),
-    "tp": (4, {"parallel": pp() | {"tp": TensorParallel(degree=2)}}),
-    "cp": (4, {"parallel": pp() | {"cp": ContextParallel(degree=2)}}),
-    "experts": (
-        2,
-        {"parallel": pp() | {"activation_checkpointing": FULL}, "model_changes": SPARSE, "precision": "bf16"},
-    ),
+    "tp, cp": (8, {"parallel": pp() | {"tp": TensorParallel(degree=2), "cp": ContextParallel(degree=2)}}),
     "experts over ranks": (
         4,
         {

@@ -105,14 +105,21 @@ def language_of(model: Flat, only: Named | None = None) -> Language:
 # Fields and rules need the form of one model several times, and every architecture is tried to find it.
 @cache
 def _language(text: str, only: Named | None) -> Language:
-    catalog = Catalog.installed()
-    model: ModelComponent = parse_component(tomllib.loads(text), "model.language", ModelComponent, catalog)
+    model, catalog = _parsed(text)
     try:
         fitting = fitting_forms(model, catalog, dict([only]) if only else languages())
     except JobError as error:
         raise Unsupported("; ".join(map(str, error.problems))) from error
     name = preferred(fitting)
     return Language(name, fitting[name])
+
+
+# Each larger architecture asks for it, most with another `only`.
+@cache
+def _parsed(text: str) -> tuple[ModelComponent, Catalog]:
+    """The component, and the catalog that knows the names of its types."""
+    catalog = Catalog.installed()
+    return parse_component(tomllib.loads(text), "model.language", ModelComponent, catalog), catalog
 
 
 @frozen(kw_only=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import tomli_w
 import torch
 import transformers
+from attrs import frozen
 from published_models import SIZES, lifted, ours
 from published_vision import MODELS, PATCH, SIDE, TOWERS, batch_of, inputs_for, pixels_of, wide, wide_logits
 from torch import Tensor
@@ -54,6 +56,29 @@ def imported(tmp_path: Path, model: Any, architecture: str = "") -> tuple[Any, P
     return theirs, import_folder(tmp_path / "published", tmp_path / "run", tokenizer=False, architecture=architecture)
 
 
+@frozen
+class Trip:
+    """A published model, the run folder of its import, and what is exported of that."""
+
+    theirs: Any
+    published: Path
+    run: Path
+    out: Path
+
+
+@pytest.fixture(scope="module")
+def trip(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Trip]:
+    """Trips by name, each made once: tests read what it left."""
+
+    @cache
+    def of(name: str) -> Trip:
+        folder = tmp_path_factory.mktemp("trip")
+        theirs, run = imported(folder, {**MODELS, **TOWERS}[name])
+        return Trip(theirs, folder / "published", run, export_run(run, folder / "out"))
+
+    return of
+
+
 def loaded(out: Path, theirs: Any) -> Any:
     """Returns what `transformers` makes of an export, of which it must miss nothing."""
     again, loading = type(theirs).from_pretrained(out, output_loading_info=True)
@@ -74,8 +99,8 @@ def check_tensors(theirs: Any, again: Any, dropped: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
-def test_a_model_that_sees_images_comes_in_and_goes_out(tmp_path, name):
-    theirs, run = imported(tmp_path, MODELS[name])
+def test_a_model_that_sees_images_comes_in_and_goes_out(trip, name):
+    theirs, run = trip(name).theirs, trip(name).run
     ours32, ours64 = ours(run), ours(run, "fp64")
     batch = batch_of(positions_of(name), images=2, length=48)
     inputs = inputs_for(name, batch, pixels_of(ours32.vision, batch))
@@ -87,16 +112,16 @@ def test_a_model_that_sees_images_comes_in_and_goes_out(tmp_path, name):
     blank = {**inputs, "pixel_values": inputs["pixel_values"] * 0.5}
     assert (theirs(**blank).logits - expected)[0].abs().max() > 1e-2
 
-    again = loaded(export_run(run, tmp_path / "out"), theirs)
+    again = loaded(trip(name).out, theirs)
     check_tensors(theirs, again, tuple(MODELS[name].dropped))
     assert torch.equal(again(**inputs).logits, expected)
     prompt = inputs_for(name, batch, pixels_of(ours32.vision, batch), slice(0, 1))
-    settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": 8, "pad_token_id": 0, "eos_token_id": None}
+    settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": 5, "pad_token_id": 0, "eos_token_id": None}
     settings["attention_mask"] = torch.ones_like(prompt["input_ids"])  # else the token 0 would be taken for padding
     tokens = again.generate(**prompt, **settings)[0, batch["input_ids"].shape[1] :].tolist()
     entries = {key: batch[key][:1] for key in (PATCHES, GRIDS)}
     greedy = Sampling(temperature=0)
-    assert generate(ours32, [batch["input_ids"][0].tolist()], 8, -1, greedy, entries=entries) == [tokens]
+    assert generate(ours32, [batch["input_ids"][0].tolist()], 5, -1, greedy, entries=entries) == [tokens]
 
 
 def positions_of(name: str) -> int:
@@ -109,8 +134,8 @@ def logits(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("name", TOWERS)
 @torch.no_grad()
-def test_a_tower_comes_in_and_goes_out(tmp_path, name):
-    theirs, run = imported(tmp_path, TOWERS[name])
+def test_a_tower_comes_in_and_goes_out(trip, name):
+    theirs, run = trip(name).theirs, trip(name).run
     for model, precision, within in ((theirs, "fp32", 1e-4), (theirs, "fp64", 1e-9)):
         encoder = ours(run, precision).vision["encoder"]
         dtype = torch.float64 if precision == "fp64" else torch.float32
@@ -125,7 +150,7 @@ def test_a_tower_comes_in_and_goes_out(tmp_path, name):
             assert expected.std() > 0.1
             assert (features[0] - expected).abs().max() < within
 
-    again = loaded(export_run(run, tmp_path / "out"), with_no_head(theirs))
+    again = loaded(trip(name).out, with_no_head(theirs))
     check_tensors(with_no_head(theirs), again, tuple(part for part in TOWERS[name].dropped if part != "head."))
 
 
@@ -160,11 +185,8 @@ def with_no_head(theirs: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", [*MODELS, *TOWERS])
-def test_a_configuration_is_written_as_it_was_read(tmp_path, name):
-    _, run = imported(tmp_path, {**MODELS, **TOWERS}[name])
-    before, after = (
-        read_json(folder / "config.json") for folder in (tmp_path / "published", export_run(run, tmp_path / "out"))
-    )
+def test_a_configuration_is_written_as_it_was_read(trip, name):
+    before, after = (read_json(folder / "config.json") for folder in (trip(name).published, trip(name).out))
     _, architecture = architecture_of(before, Catalog.installed())
     check_table(before, after, {*architecture.harmless, "vision_use_head"} - {*architecture.kept})
     assert read_config(architecture, after) == read_config(architecture, before)
@@ -189,9 +211,9 @@ def check_table(before: Mapping[str, Any], after: Mapping[str, Any], meaningless
         ("smolvlm", "siglip_vision_model", "other.model.text_model."),
     ],
 )
-def test_a_part_of_a_model_comes_in_alone(tmp_path, whole, part, left_out):
-    _, run = imported(tmp_path, MODELS[whole], part)
-    _, run_of_all = imported(tmp_path / "all", MODELS[whole])
+def test_a_part_of_a_model_comes_in_alone(tmp_path, trip, whole, part, left_out):
+    run = import_folder(trip(whole).published, tmp_path / "run", tokenizer=False, architecture=part)
+    run_of_all = trip(whole).run
     names = read_json(run / "origin.json")["left_out"]
     assert any(name.startswith(left_out) for name in names)
     everything, alone = (dict(ours(each).named_parameters()) for each in (run_of_all, run))
@@ -204,18 +226,17 @@ def test_a_part_of_a_model_comes_in_alone(tmp_path, whole, part, left_out):
     assert all(torch.equal(everything[name], alone[name]) for name in shared)
 
 
-def test_models_and_towers_are_compared_with_images(tmp_path, capsys):
+def test_models_and_towers_are_compared_with_images(tmp_path, trip, capsys):
     prompts = tmp_path / "prompts.txt"
     for number, name in enumerate(("llava, siglip", "smolvlm", "siglip2_vision_model", "clip_vision_model")):
-        here = tmp_path / str(number)
-        _, run = imported(here, {**MODELS, **TOWERS}[name])
-        assert main(["weights", "verify", str(here / "published"), str(run)]) == 0
+        run = trip(name).run
+        assert main(["weights", "verify", str(trip(name).published), str(run)]) == 0
         same = capsys.readouterr().out
         assert re.search(r"^tensors: .* 0 with", same, re.MULTILINE)
         prompts.write_text("text")
         assert main(["weights", "verify", str(run), str(run), "--prompts", str(prompts)]) == 2
         assert not lacks(capsys.readouterr().err, "prompts", "image")
-        out = export_run(run, here / "out", dtype=torch.bfloat16)
+        out = export_run(run, tmp_path / str(number), dtype=torch.bfloat16)
         assert main(["weights", "verify", str(run), str(out)]) == 1
         rounded = capsys.readouterr().out
         if name in TOWERS:
@@ -226,8 +247,8 @@ def test_models_and_towers_are_compared_with_images(tmp_path, capsys):
             assert re.search(r"^layer 1: .* 0\.0\d+", rounded, re.MULTILINE)
 
 
-def test_the_tower_of_a_trained_model_is_exported_alone(tmp_path, capsys):
-    theirs, run = imported(tmp_path, MODELS["llava"])
+def test_the_tower_of_a_trained_model_is_exported_alone(tmp_path, trip, capsys):
+    theirs, run = trip("llava").theirs, trip("llava").run
     arguments = ["weights", "export", str(run), "--out"]
     assert main([*arguments, str(tmp_path / "tower"), "--architecture", "clip_vision_model"]) == 0
     tower, loading = transformers.CLIPVisionModel.from_pretrained(tmp_path / "tower", output_loading_info=True)
@@ -243,8 +264,8 @@ def test_the_tower_of_a_trained_model_is_exported_alone(tmp_path, capsys):
     assert not lacks(capsys.readouterr().err, "vision.encoder.norm = False", True)
 
 
-def test_a_tower_is_not_trained_alone(tmp_path, capsys):
-    _, run = imported(tmp_path, TOWERS["siglip_vision_model"])
+def test_a_tower_is_not_trained_alone(tmp_path, trip, capsys):
+    run = trip("siglip_vision_model").run
     start = tomllib.loads((run / "start.toml").read_text())
     assert start["model"]["type"] == "forge-plugin-vision/vision_language"
     assert start["checkpoint"]["load"] == [{"path": str(run), "include": ["vision.encoder.*"]}]
@@ -447,9 +468,16 @@ def test_sizes_of_images_that_are_none_are_refused(name, pixels):
         describe_images(architecture, config)
 
 
-def test_a_model_of_another_kind_is_not_exported_as_one_of_these(tmp_path, capsys):
-    _, run = imported(tmp_path, MODELS["idefics3"])
-    arguments = ["weights", "export", str(run), "--out", str(tmp_path / "out"), "--architecture", "llava"]
+def test_a_model_of_another_kind_is_not_exported_as_one_of_these(tmp_path, trip, capsys):
+    arguments = [
+        "weights",
+        "export",
+        str(trip("idefics3").run),
+        "--out",
+        str(tmp_path / "out"),
+        "--architecture",
+        "llava",
+    ]
     assert main(arguments) == 2
     assert not lacks(capsys.readouterr().err, "vision.encoder.norm = True", False)
     assert not (tmp_path / "out").exists()
