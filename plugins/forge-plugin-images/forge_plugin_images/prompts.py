@@ -26,7 +26,7 @@ from forge_plugin_images.processing import ImageProcessor
 from forge_plugin_images.resize import AutoResize
 from forge_plugin_images.rows import Document, Footprint, RowFormat, Tokens
 from forge_plugin_images.source import DocumentDataset
-from forge_plugin_images.video_kind import Span, VideoComponent, Videos
+from forge_plugin_images.video_kind import NO_CLIPS, Span, VideoComponent, Videos
 from forge_plugin_images.visuals import ImageVisual, Visual
 from forge_plugin_vision import image_input
 
@@ -113,6 +113,8 @@ def _visuals(
 
 def _videos(job: Job, seen: ImageInput, tokenizer: Tokenizer) -> Videos:
     """Returns what makes visuals of videos: as the first source that has some, or by default."""
+    if not seen.format.clips:
+        raise ForgeError(NO_CLIPS)
     for source in job.data.sources:
         if isinstance(source, DocumentDataset) and (component := source.video_component()) is not None:
             return component.build(seen, tokenizer)

@@ -13,6 +13,7 @@ from forge_core.contracts.components import DatasetComponent, FilePath
 from forge_core.contracts.errors import JobError, Problem
 from forge_plugin_images.image_file import channel_problems
 from forge_plugin_images.resize import AutoResize
+from forge_plugin_images.video_kind import NO_CLIPS
 from forge_plugin_vision import image_input
 
 if TYPE_CHECKING:
@@ -159,7 +160,10 @@ class DocumentDataset(DatasetComponent):
         if job.data.tokenizer is None:
             yield Problem("", NO_TOKENIZER)
         try:
-            yield from self.visual_problems(image_input(job))
+            seen = image_input(job)
+            if self.video_component() is not None and not seen.format.clips:
+                yield Problem("video", NO_CLIPS)
+            yield from self.visual_problems(seen)
         except JobError as error:
             yield Problem("", error.problems[0].message)
 

@@ -25,6 +25,9 @@ NO_TABLE = (
 )
 
 
+NO_CLIPS = "the model's encoder takes images, and no clips of videos; take another encoder, or leave videos out"
+
+
 class Span(NamedTuple):
     """A part of a clip, in seconds of its file."""
 

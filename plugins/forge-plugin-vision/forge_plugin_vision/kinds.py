@@ -129,6 +129,8 @@ class ImageFormat:
     arrangements: tuple[tuple[int, int], ...] = ()
     """Rows and columns of tiles that an image may have; empty: it has none. Tiles are squares of `multiple` patches a
     side that the encoder sees together; or images of size `grid`, whose features the adapter joins."""
+    clips: bool = True
+    """Whether a clip of a video may be a grid of several frames; otherwise jobs with videos are refused."""
 
     @mean.default
     def _mean(self) -> tuple[float, ...]:

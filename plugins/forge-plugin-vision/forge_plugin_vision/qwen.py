@@ -39,8 +39,8 @@ class QwenViT(VisionEncoderComponent):
     has `window = 112` and `full_attention = [7, 15, 23, 31]`; the tower of Qwen3-VL has `patch = 16`,
     `norm = "layernorm"`, `ffn = "gelu"`, `patch_bias = true` and `table = 48`; Pixtral's (Agrawal et al. 2024) has
     `frames = 1`, `bias = false`, `pre_norm = true` and `rates_in_turns = true`; the tower of Kimi-K2.5 (Kimi Team
-    2026) has `frames = 1`, `norm = "layernorm"`, `ffn = "gelu"`, `patch_bias = true`, `table = 64`, `last_norm = true`
-    and `table_interpolation = "bicubic"`.
+    2026) has `frames = 1`, `norm = "layernorm"`, `ffn = "gelu"`, `patch_bias = true`, `table = 64`, `last_norm = true`,
+    `table_interpolation = "bicubic"` and `clips = false`.
     """
 
     dim: int = field(default=1280, validator=gt(0))
@@ -81,6 +81,9 @@ class QwenViT(VisionEncoderComponent):
     """Whether the first frequency is for rows, the next one for columns, and so on. Otherwise both have the same."""
     eps: float = field(default=1e-6, validator=gt(0), metadata=when_resumed("flag"))
     """Added to the variance or mean square in norms."""
+    clips: bool = True
+    """Whether videos are allowed, each frame of which is seen by itself. In Kimi-K2.5's tower frames see each other and
+    their features are averaged, which is missing: a job with videos is refused with `false`."""
     mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)
     """Subtracted from red, green and blue, as a share of 255; Qwen3-VL: 0.5 each."""
     std: tuple[float, float, float] = (0.26862954, 0.26130258, 0.27577711)
@@ -112,7 +115,7 @@ class QwenViT(VisionEncoderComponent):
 
     def image_format(self) -> ImageFormat:
         """Returns a format for images and videos of any size."""
-        return ImageFormat(patch=self.patch, frames=self.frames, mean=self.mean, std=self.std)
+        return ImageFormat(patch=self.patch, frames=self.frames, mean=self.mean, std=self.std, clips=self.clips)
 
     def build(self, context: BuildContext, taps: Sequence[int]) -> nn.Module:
         """Build the tower; `window` is converted to patches, and a position table is made only if `table` is set."""

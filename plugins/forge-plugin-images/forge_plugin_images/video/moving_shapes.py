@@ -14,6 +14,7 @@ from forge_core.contracts.errors import JobError, Problem
 from forge_plugin_images import VideoComponent
 from forge_plugin_images.video.motions import COLOURS, DIRECTIONS, SHAPES, Motion, split_motions
 from forge_plugin_images.video.readers import pyav_problem
+from forge_plugin_images.video_kind import NO_CLIPS
 from forge_plugin_vision import Grid, image_input
 
 if TYPE_CHECKING:
@@ -121,7 +122,8 @@ class MovingShapes(DatasetComponent):
         if job.data.tokenizer is None:
             yield Problem("", NO_TOKENIZER)
         try:
-            if problem := _order_problem(image_input(job)):
+            seen = image_input(job)
+            if problem := _order_problem(seen) if seen.format.clips else NO_CLIPS:
                 yield Problem("", problem)
         except JobError as error:
             yield Problem("", error.problems[0].message)

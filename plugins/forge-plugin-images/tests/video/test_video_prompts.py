@@ -14,25 +14,33 @@ from forge_core.cli import main
 from forge_core.plugins.catalog import Catalog
 from forge_plugin_images import ImageChat
 from forge_plugin_images.prompts import prompts_with_images
-from forge_plugin_images.video import Frames, Uniform
+from forge_plugin_images.video import Frames, MovingShapes, Uniform, VideoText
 from forge_plugin_text import Bytes
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
 from forge_plugin_vision import Merger, MultimodalRope, QwenViT, VisionLanguage, VisionPart
-from forge_testing.refusals import naming
+from forge_testing.refusals import naming, problems_of
 from forge_testing.vision import RandomImages
 
 TIMES = "[{seconds:.0f}]"
 
 
-def model(time: Any) -> VisionLanguage:
+def model(time: Any, **keys: Any) -> VisionLanguage:
     """A tower that joins two frames in a patch, and positions of frames as Qwen2.5-VL or Qwen3-VL has them."""
     rope = MultimodalRope(sections=(2, 1, 1), interleaved=True, time=time)
     attention = GroupedQueryAttention(heads=4, kv_heads=2, head_dim=8, rope=rope)
-    tower = QwenViT(dim=16, layers=1, heads=2, hidden=24, patch=4)
+    tower = QwenViT(dim=16, layers=1, heads=2, hidden=24, patch=4, **keys)
     return VisionLanguage(
         language=Transformer(vocab_size=257, dim=16, layers=2, attention=attention, init_std=0.3),
         vision=VisionPart(encoder=tower, adapter=Merger(), images_per_sequence=3, patches_per_sequence=300),
     )
+
+
+def test_videos_are_refused_for_an_encoder_that_takes_none(make_job, clips):
+    for source in (VideoText(path=str(clips / "*.mp4"), video=Frames()), MovingShapes()):
+        job = make_job(source, model=model("apart", clips=False))
+        assert "takes images, and no clips of videos" in str(problems_of(job))
+    with pytest.raises(ForgeError, match=naming("takes images, and no clips of videos")):
+        prompts_with_images(["<video>"], [], job, Bytes().build(None, list), videos=[str(clips / "a.mp4")])
 
 
 @pytest.fixture

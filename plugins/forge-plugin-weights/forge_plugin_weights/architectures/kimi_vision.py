@@ -131,7 +131,7 @@ class KimiVision(Tower):
     def tower(self) -> Sequence[Field]:
         """Returns the keys, by the names of the class or of the first files."""
         fixed = {"type": f"{VISION}/qwen_vit", "norm": "layernorm", "ffn": "gelu", "eps": 1e-5, "frames": 1}
-        fixed |= {"patch_bias": True, "last_norm": True, "table_interpolation": "bicubic", "window": 0}
+        fixed |= {"patch_bias": True, "last_norm": True, "table_interpolation": "bicubic", "window": 0, "clips": False}
         kept = "the class has no other"
         sides = ("pos_emb_height", "pos_emb_width")
         return (
