@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "tools")]
 
-from plain_words import COMMENT, per_10_000, tree  # noqa: E402
+from plain_words import COMMENT, nodes, per_10_000, tree  # noqa: E402
 from public_names import contract_names, imported_in, is_contract, is_public  # noqa: E402
 from workspace import FLOORS  # noqa: E402
 
@@ -83,8 +83,8 @@ def lines(folder: Path) -> int:
 
 def statements(folder: Path) -> int:
     """Statements, docstrings and documentation of fields excluded: what a reader has to follow, in any layout."""
-    nodes = (node for path in modules(folder) for node in ast.walk(tree(path)))
-    return sum(isinstance(node, ast.stmt) and not is_text(node) for node in nodes)
+    every = (node for path in modules(folder) for node in nodes(path))
+    return sum(isinstance(node, ast.stmt) and not is_text(node) for node in every)
 
 
 def is_text(node: ast.AST) -> bool:
@@ -106,7 +106,7 @@ LAYOUT = {
 
 def texts(folder: Path) -> int:
     """Docstrings, and strings that document fields."""
-    return sum(is_text(node) for path in modules(folder) for node in ast.walk(tree(path)))
+    return sum(is_text(node) for path in modules(folder) for node in nodes(path))
 
 
 def tokens(folder: Path) -> int:
@@ -124,8 +124,8 @@ def tokens(folder: Path) -> int:
 def function_lengths(folder: Path) -> list[int]:
     """Lines of every function and method, from `def` to its end, docstring included."""
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
-    nodes = (node for path in modules(folder) for node in ast.walk(tree(path)) if isinstance(node, kinds))
-    return sorted((node.end_lineno or 0) - node.lineno + 1 for node in nodes)
+    found = (node for path in modules(folder) for node in nodes(path) if isinstance(node, kinds))
+    return sorted((node.end_lineno or 0) - node.lineno + 1 for node in found)
 
 
 def comments(folder: Path) -> int:
@@ -137,13 +137,14 @@ def docstring_lines(folder: Path) -> int:
     """Lines of strings that stand by themselves: docstrings, and documentation of fields."""
     count = 0
     for path in modules(folder):
-        for node in ast.walk(tree(path)):
+        source = path.read_text().splitlines()
+        for node in nodes(path):
             if (
                 isinstance(node, ast.Expr)
                 and isinstance(node.value, ast.Constant)
                 and isinstance(node.value.value, str)
             ):
-                count += sum(1 for line in ast.get_source_segment(path.read_text(), node).splitlines() if line.strip())
+                count += sum(1 for line in source[node.lineno - 1 : node.end_lineno] if line.strip())
     return count
 
 
@@ -182,9 +183,9 @@ def imports(name: str) -> set[str]:
     """Modules of the core that a module imports when it runs: at the top, in functions, by a name in a string."""
     module = tree(core_modules()[name])
     skipped = for_type_checkers(module)
-    nodes = [node for node in ast.walk(module) if node not in skipped]
-    found = {target for node in nodes for target in targets(node)}
-    strings = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    kept = [node for node in nodes(core_modules()[name]) if node not in skipped]
+    found = {target for node in kept for target in targets(node)}
+    strings = {node.value for node in kept if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     return found | strings & core_modules().keys()
 
 
@@ -223,7 +224,7 @@ def imports_upwards() -> list[str]:
     """Imports of a higher floor, those for type checkers included, but for the job in `problems(job, …)`."""
     found = []
     for name, path in core_modules().items():
-        for target in sorted({target for node in ast.walk(tree(path)) for target in targets(node)}):
+        for target in sorted({target for node in nodes(path) for target in targets(node)}):
             here, there = floor_of(name), floor_of(target)
             the_job = name.startswith("forge_core.contracts") and target == "forge_core.job"
             if here is not None and there is not None and there < here and not the_job:
@@ -235,7 +236,7 @@ def probes() -> list[str]:
     """Places in the core that ask by `hasattr` what a component, or what it builds, can do."""
     found = []
     for path in modules(CORE):
-        for node in ast.walk(tree(path)):
+        for node in nodes(path):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "hasattr":
                 asked = node.args[1].value if isinstance(node.args[1], ast.Constant) else "?"
                 if asked not in NO_COMPONENT:
@@ -248,7 +249,7 @@ def private_imports() -> Mapping[str, list[str]]:
     found: dict[str, list[str]] = {}
     for folder in sorted((ROOT / "plugins").iterdir()):
         paths = [path for path in modules(folder) if "tests" not in path.relative_to(folder).parts[:1]]
-        used = {pair for path in paths if "benchmarks" not in path.parts for pair in imported_in(tree(path))}
+        used = {pair for path in paths if "benchmarks" not in path.parts for pair in imported_in(nodes(path))}
         if names := sorted(f"{module}.{name}" for module, name in used if not is_public(module, name)):
             found[folder.name] = names
     return found
@@ -257,7 +258,7 @@ def private_imports() -> Mapping[str, list[str]]:
 def provisional_imports() -> set[tuple[str, str]]:
     """Names of the core that plugins import, documented but not kept from version to version, each with its module."""
     paths = (path for folder in packages()[1:] for path in modules(folder))
-    return {pair for path in paths for pair in imported_in(tree(path)) if not is_contract(*pair)}
+    return {pair for path in paths for pair in imported_in(nodes(path)) if not is_contract(*pair)}
 
 
 # --- distributions and their documentation ----------------------------------------------------------------------------

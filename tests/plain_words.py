@@ -35,6 +35,12 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+@functools.cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """All nodes of that tree: walking through those of all files takes seconds each time."""
+    return tuple(ast.walk(tree(path)))
+
+
 class Found(NamedTuple):
     """A word and its place."""
 
@@ -75,9 +81,8 @@ def pages(folder: Path) -> Iterator[Prose]:
 
 def strings(path: Path) -> Iterator[Prose]:
     """Docstrings, documentation of fields, comments and messages (strings of several words) of a Python file."""
-    nodes = list(ast.walk(tree(path)))
-    alone = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
-    for node in nodes:
+    alone = {id(node.value) for node in nodes(path) if isinstance(node, ast.Expr)}
+    for node in nodes(path):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
             yield Prose("docstrings" if id(node) in alone else "messages", path, node.lineno, node.value)
     source = path.read_text()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
 
@@ -33,12 +33,12 @@ def documented() -> tuple[frozenset[str], frozenset[str]]:
 
 def imported(source: str) -> Iterator[tuple[str, str]]:
     """Names that a source takes from the core, each with its module. Imports for type checkers count."""
-    return imported_in(ast.parse(source))
+    return imported_in(ast.walk(ast.parse(source)))
 
 
-def imported_in(module: ast.Module) -> Iterator[tuple[str, str]]:
-    """As `imported`, of a syntax tree."""
-    for node in ast.walk(module):
+def imported_in(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, str]]:
+    """As `imported`, of the nodes of a syntax tree."""
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("forge_core"):
             yield from ((str(node.module), alias.name) for alias in node.names)
         elif isinstance(node, ast.Import):

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import measure
 import pytest
 from plain_words import Prose, strings
 from public_names import contract_names, imported, is_contract, is_public
+
+from forge_kit.tools.forks import collector_paused
+
+
+@pytest.fixture(scope="module", autouse=True)
+def syntax_trees() -> Iterator[None]:
+    """They stay for all tests, so that collections of garbage, a quarter of the time, would free none of them."""
+    with collector_paused():
+        yield
 
 
 @pytest.mark.parametrize("name", measure.LIMITS)

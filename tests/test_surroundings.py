@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -17,6 +17,14 @@ DATES = {"now", "today", "utcnow"}
 def files_of_tests() -> Iterator[Path]:
     for folder in (ROOT / "tests", *(ROOT / "plugins").glob("*/tests")):
         yield from (path for path in folder.rglob("*.py") if "benchmarks" not in path.parts)
+
+
+def calling(paths: Iterable[Path], names: Iterable[str]) -> Iterator[tuple[Path, ast.Module]]:
+    """The files in which one of these methods is called, by the text, since parsing all of them takes seconds."""
+    for path in paths:
+        text = path.read_text()
+        if any(f".{name}(" in text for name in names):
+            yield path, ast.parse(text)
 
 
 def called(node: ast.AST) -> set[str]:
@@ -59,7 +67,8 @@ def test_hypothesis_sets_no_deadline():
 @pytest.mark.parametrize("rule", [timed_assertions, dated_choices], ids=["durations", "dates"])
 def test_no_test_depends_on_the_clock(rule):
     paths = [*files_of_tests(), *(ROOT / "plugins/forge-testing").rglob("*.py")]
-    assert [f"{path}:{line}" for path in paths for line in rule(ast.parse(path.read_text()))] == []
+    files = calling(paths, CLOCKS | DATES)
+    assert [f"{path}:{line}" for path, tree in files for line in rule(tree)] == []
 
 
 @pytest.mark.parametrize(
@@ -78,8 +87,8 @@ def test_a_dependence_on_the_clock_is_recognised(rule, code):
 
 def test_forks_of_tests_leave_inherited_garbage():
     """Where it holds a process group, a collection in the fork would hang: see `exit_code_of_fork`."""
-    for path in files_of_tests():
-        names = called(ast.parse(path.read_text()))
+    for path, tree in calling(files_of_tests(), ["get_context"]):
+        names = called(tree)
         assert "get_context" not in names or "freeze" in names, f"{path}: use forge_testing.processes.exit_code_of_fork"
 
 

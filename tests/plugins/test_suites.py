@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,18 @@ from forge_core.plugins.catalog import Catalog
 ROOT = Path(__file__).parents[2]
 
 
+@cache
+def sources() -> list[str]:
+    return [path.read_text() for path in [*ROOT.glob("plugins/**/tests/**/*.py"), *ROOT.glob("tests/**/*.py")]]
+
+
 def components_under_test(suite: str) -> set[str]:
     """Names of the classes that the subclasses of a suite make, anywhere in the tests."""
     made = set[str]()
-    for path in [*ROOT.glob("plugins/**/tests/**/*.py"), *ROOT.glob("tests/**/*.py")]:
-        for node in ast.walk(ast.parse(path.read_text())):
+    for source in sources():
+        if suite not in source:
+            continue  # parsing all of the tests takes seconds
+        for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.ClassDef) and suite in {getattr(base, "id", "") for base in node.bases}:
                 made |= {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
     return made

@@ -114,10 +114,10 @@ def _language(text: str, only: Named | None) -> Language:
     return Language(name, fitting[name])
 
 
-# Each larger architecture asks for it, most with another `only`.
+# Each larger architecture needs it, most with another `only`.
 @cache
 def _parsed(text: str) -> tuple[ModelComponent, Catalog]:
-    """The component, and the catalog that knows the names of its types."""
+    """The component, and the catalog by which its types have their names."""
     catalog = Catalog.installed()
     return parse_component(tomllib.loads(text), "model.language", ModelComponent, catalog), catalog
 

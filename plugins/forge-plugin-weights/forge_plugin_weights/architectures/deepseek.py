@@ -152,7 +152,7 @@ class DenseLayers(Field):
 
 @frozen
 class ValueWidth(Key):
-    """The width of values, which is that of keys at most."""
+    """The width of values, at most the width of keys."""
 
     key_widths: Sequence[Any] = (REQUIRED, REQUIRED)
     """The defaults of both parts of a key."""

@@ -99,7 +99,7 @@ class HeadsAndSinks(Field):
 
 @frozen
 class ValueWidth(Key):
-    """The width of values, which is that of keys at most."""
+    """The width of values, at most the width of keys."""
 
     def read(self, config: Config) -> Flat:
         """Reads the width; raises `Unsupported` for one that kernels do not take."""
