@@ -35,6 +35,12 @@ def load(name: str, monkeypatch: pytest.MonkeyPatch, overrides: Mapping[str, Any
     return load_job(*files, overrides=overrides, world_size=ranks, with_data=False)
 
 
+@pytest.fixture
+def without_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out what `test_it_passes_the_check` compares with the model, which is the same however long a run is."""
+    monkeypatch.setattr("forge_core.parallel.initialise.fitting_problems", lambda job, layout, catalog: [])
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_it_passes_the_check(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert load(name, monkeypatch).train.steps > 0
@@ -62,6 +68,7 @@ def test_it_names_no_file_of_the_repository_so_that_it_starts_in_any_folder(path
     assert [value for value in named if not value.startswith("configs/")] == []
 
 
+@pytest.mark.usefixtures("without_the_model")
 @pytest.mark.filterwarnings("ignore:.*(clipped|left out)")
 @pytest.mark.parametrize("key", ["steps", "stop_after"])
 @pytest.mark.parametrize("name", NAMES)
@@ -71,6 +78,7 @@ def test_it_can_be_shortened(name: str, key: str, monkeypatch: pytest.MonkeyPatc
     assert key == "stop_after" or job.train.steps == 20
 
 
+@pytest.mark.usefixtures("without_the_model")
 @pytest.mark.parametrize("size", ["0.5b", "2b", "8b"])
 def test_stages_and_mixtures_change_at_the_same_steps(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
