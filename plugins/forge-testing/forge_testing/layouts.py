@@ -55,7 +55,8 @@ LAYOUTS: Mapping[str, LayoutCase] = {
     ),
     "pp2": LayoutCase(ranks=2, parallel={"pp": {"degree": 2}}, micro_batch_size=4, needs="ends"),
     "cp2": LayoutCase(ranks=2, parallel={"cp": {"degree": 2}}, needs="sequence_mixers"),
-    "checkpointing2": LayoutCase(ranks=2, parallel={"fsdp": {}, "activation_checkpointing": {}}),
+    # With several micro-batches, so that it includes what `fsdp2` does.
+    "checkpointing2": LayoutCase(ranks=2, parallel={"fsdp": {}, "activation_checkpointing": {}}, micro_batch_size=2),
     "compiled": LayoutCase(ranks=1, parallel={"compile": {"backend": "aot_eager"}}),
     # What Dynamo traces, without the joint graph of forward and backward: a third of the time.
     "traced": LayoutCase(ranks=1, parallel={"compile": {"backend": "eager"}}),

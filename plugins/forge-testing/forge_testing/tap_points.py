@@ -43,19 +43,21 @@ def _noted(into: list[Tensor], x: Tensor) -> Tensor:
     return x
 
 
-def used_at(model: Any, batch: Batch, point: TapPoint, draws: int = 4) -> Tensor:
+def used_at(model: Any, batch: Batch, point: TapPoint, expected: Tensor, draws: int = 4) -> Tensor:
     """Returns where `model(batch)` changes when the values at a point do: (B, S) bool.
 
     Args:
         model: with `tap_points`.
         batch: of whole sequences.
         point: of the model, not a `pattern`, with values that can be changed.
-        draws: changes that are tried; a choice of experts may be the same after one.
+        expected: `model(batch)`, the same for all points.
+        draws: changes that are tried at most; a choice of experts may be the same after one.
     """
     with torch.no_grad():
-        expected: Tensor = model(batch)
         used = torch.zeros(expected.shape[:2], dtype=torch.bool)
         for seed in range(draws):
+            if bool(used.all()):  # no further change could add a place
+                break
             generator = torch.Generator().manual_seed(seed)
             hook = point.hook(model.get_submodule(point.module), partial(_with_noise, generator))
             try:

@@ -171,11 +171,13 @@ class ModelSuite(ParitySuite):
         """When the values at a point change, hidden states do at every position from the first that depends on it."""
         model = self._model(tmp_path).eval()
         batch = self.point_batch(model, tmp_path)
+        with torch.no_grad():
+            expected = model(batch)
         for name, point in tap_points(model).items():
             if point.side == "pattern" or not point.differentiable or point.axes == "images":
                 continue
             with explained(f"the point {name} cannot be changed"):
-                used = used_at(model, batch, point)
+                used = used_at(model, batch, point, expected)
             # The first position may see only itself, so that its queries do not matter; rows may have no images.
             unused = ((used.cumsum(1) > 0) & ~used).nonzero().tolist() if bool(used.any()) else [[0, 0]]
             assert not unused, (
