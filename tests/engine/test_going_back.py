@@ -145,7 +145,7 @@ def test_a_state_that_is_put_back_makes_the_same_steps_again(make_job, train, li
     assert losses[3:5] == losses[5:7]
 
 
-@pytest.mark.parametrize("layout", ["fsdp2", "tp2", "pp2"])
+@pytest.mark.parametrize("layout", ["fsdp2", "pp2"])
 def test_ranks_go_back_together(make_job, catalog, train, lines, layout):
     case = LAYOUTS[layout]
 
@@ -154,7 +154,7 @@ def test_ranks_go_back_together(make_job, catalog, train, lines, layout):
             model = Transformer(vocab_size=32, dim=16, layers=2, attention=GroupedQueryAttention(heads=2))
             keys = {"parallel": case.stages(catalog), "micro_batch_size": case.micro_batch_size, "model": model}
             changes = {"checkpoint": {"interval": 2}, "job": {"name": name}, "global_batch_size": 8}
-            return make_job(steps=STEPS, **changes, **keys)
+            return make_job(steps=6, **changes, **keys)
 
         # One rank asks for the checkpoint, each for its own part of a state in memory
         summaries = [

@@ -160,7 +160,7 @@ test_further_layouts = layout_law(
 def test_compiled_blocks_have_the_same_curve(tiny_rows: Callable[..., Any], catalog: Any) -> None:
     data = {"sources": (RandomImages(held_out=0),)}
     job = tiny_rows(MixtureOfTransformers(), steps=2, data=data)
-    compiled = attrs.evolve(job, parallel=LAYOUTS["compiled"].stages(catalog))
+    compiled = attrs.evolve(job, parallel=LAYOUTS["traced"].stages(catalog))
     same_curve([train(compiled, catalog)], train(job, catalog))
 
 

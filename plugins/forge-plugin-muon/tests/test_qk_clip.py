@@ -146,7 +146,7 @@ def same_weights(ranks, alone):
 test_layouts = layout_law(
     Case("gqa", observe=observe(evolve(GQA, gate=True)), compare=same_weights, layouts=("fsdp2", "tp2", "pp2")),
     Case("mla", observe=observe(LATENT), compare=same_weights, layouts=("fsdp2", "tp2")),
-    Case("compiled", observe=observe(GQA), compare=same_weights, layouts=("compiled",)),
+    Case("traced", observe=observe(GQA), compare=same_weights, layouts=("traced",)),
 )
 
 

@@ -135,7 +135,7 @@ def saved(run, batch):
     return sum(storage.nbytes() for storage in found.values())
 
 
-PREDICTING = evolve(MODEL, layers=2, mtp=MultiTokenPrediction(depth=6))
+PREDICTING = evolve(MODEL, layers=2, mtp=MultiTokenPrediction(depth=2))
 
 
 @pytest.mark.parametrize("model", [MODEL, PREDICTING], ids=["layers", "blocks besides"])
@@ -202,6 +202,9 @@ def budget_before_sharding(parallel, **sizes):
     return Budget.of(model, AUTO, context)
 
 
+SHORT = evolve(MODEL, layers=4)
+
+
 def test_layouts_divide_what_they_divide():
     layouts = {
         "fsdp": {"fsdp": FSDP()},
@@ -210,10 +213,10 @@ def test_layouts_divide_what_they_divide():
     }
 
     def estimate(rank):
-        return {name: budget_before_sharding(parallel) for name, parallel in layouts.items()}
+        return {name: budget_before_sharding(parallel, model=SHORT) for name, parallel in layouts.items()}
 
     one, other = run_on_ranks(2, estimate)
-    run = built({})
+    run = built({}, model=SHORT)
     alone = Budget.of(run.model, AUTO, run.context)
     for name in layouts:
         assert one[name].activations == other[name].activations, "all ranks choose alike"
@@ -225,7 +228,7 @@ def test_layouts_divide_what_they_divide():
 
 
 def test_a_pipeline_keeps_several_micro_batches_of_some_layers():
-    sizes = {"global_batch_size": 16, "micro_batch_size": 4}
+    sizes = {"global_batch_size": 16, "micro_batch_size": 4, "model": SHORT}
 
     def estimate(rank):
         names = ("gpipe", "1f1b", "zbv") if splits_backward(torch.__version__) else ("gpipe", "1f1b")

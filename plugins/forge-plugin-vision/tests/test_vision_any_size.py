@@ -24,7 +24,7 @@ class TestAnySize(VisionModelSuite):
         ),
         fusion=Joint(),
     )
-    layouts = ("fsdp2", "compiled")
+    layouts = ("fsdp2", "traced")
 
 
 @pytest.mark.parametrize(
