@@ -37,7 +37,7 @@ heads = 4
 
 class TestRetention(ModelSuite):
     component = Transformer(vocab_size=48, dim=16, layers=2, attention=Retention(heads=4))
-    layouts = ("fsdp2", "tp2", "pp2", "cp2")
+    layouts = ("fsdp2", "tp2", "pp2")
 
 
 def observe(folder, changes):

@@ -8,6 +8,7 @@ from forge_testing.suites import OptimizerSuite
 
 class TestAdamW(OptimizerSuite):
     component = AdamW(lr=1e-2, eps=1e-5)
+    layouts = ("fsdp2",)  # it works element by element
 
 
 class TestLoopedAdamW(OptimizerSuite):

@@ -26,7 +26,7 @@ class TestCrossAttention(VisionModelSuite):
     component = VisionLanguage(
         language=tiny_language(), vision=tiny_vision(), fusion=Open(layers=(1,), qk_norm=True, **SMALL)
     )
-    layouts = ("replicate2", "fsdp2", "tp2", "pp2", "cp2", "checkpointing2")
+    layouts = ("replicate2", "tp2", "pp2", "cp2", "checkpointing2")
 
 
 class TestTiles(VisionModelSuite):
@@ -44,7 +44,7 @@ class TestTiles(VisionModelSuite):
         ),
         fusion=Open(layers=(1,), sees="together", qk_norm=True, markers=8, **SMALL),
     )  # fmt: skip
-    layouts = ("fsdp2", "tp2", "pp2", "cp2", "checkpointing2")
+    layouts = ("tp2", "cp2", "checkpointing2")
 
 
 NINE_FEATURES = VisionPart(
@@ -61,8 +61,8 @@ TABLES: dict[str, dict[str, Any]] = {
 }
 if splits_backward(version("torch")):
     TABLES["pp2, zero bubble"] = {"pp": {"degree": 2, "schedule": "interleaved_zero_bubble"}}
-LAYOUTS = {name: LayoutCase(ranks=2, parallel=tables, micro_batch_size=2) for name, tables in TABLES.items()}
-COMPILED = LayoutCase(ranks=1, parallel={"compile": {"backend": "eager", "fullgraph": True}}, micro_batch_size=2)
+LAYOUTS = {name: LayoutCase(ranks=2, parallel=tables, micro_batch_size=4) for name, tables in TABLES.items()}
+COMPILED = LayoutCase(ranks=1, parallel={"compile": {"backend": "eager", "fullgraph": True}}, micro_batch_size=4)
 """On one rank: a second one would trace the same graphs."""
 
 

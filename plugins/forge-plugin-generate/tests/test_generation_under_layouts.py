@@ -50,7 +50,6 @@ LAYOUTS = {
     "pp, interleaved": {"pp": {"degree": 2, "schedule": "interleaved_1f1b"}},
     "cp, ring": {"cp": {"degree": 2}},
     "cp, ulysses": {"cp": {"degree": 2, "method": "ulysses"}},
-    "compiled fsdp": {"fsdp": {}, "compile": {"backend": "eager"}},
     "compiled pp": {"pp": {"degree": 2}, "compile": {"backend": "eager"}},
 }
 if splits_backward(torch.__version__):
@@ -145,7 +144,7 @@ APART = model(
     attention=AttentionPattern(layers=("both", "none"), kinds={"both": BOTH, "none": NoAttention()}),
     ffn=FFNPattern(layers=("none", "dense"), kinds={"none": NoFFN(), "dense": SwiGLU()}),
 )
-SEVERAL = named("fsdp", "tp", "pp", "cp, ring")
+SEVERAL = named("tp", "pp", "cp, ring")
 test_layouts = layout_law(
     Case("model", observe=with_and_without_a_cache, compare=tokens_of_the_cache_too, layouts=named(*LAYOUTS)),
     Case("model", observe=observation(), compare=same_tokens, layouts=four(**TWO_BY_TWO)),
@@ -165,7 +164,7 @@ test_layouts = layout_law(
         "learned positions and norms over all heads",
         observe=observation(model=LEARNED),
         compare=same_tokens,
-        layouts=named("fsdp", "tp", "pp, interleaved", "cp, ring"),
+        layouts=named("tp", "pp, interleaved", "cp, ring"),
     ),
     Case(
         "residual streams, all of which a pipeline sends",

@@ -47,6 +47,7 @@ CP2 = {
 
 class TestKDA(ModelSuite):
     component = Transformer(vocab_size=32, dim=16, layers=2, attention=KDA(heads=4, value_dim=3, chunk=4))
+    layouts = ("tp2_whole_sequences", "checkpointing2")  # cp2, with documents: below
 
 
 def job(folder: Path, **changes: Any) -> Any:

@@ -11,6 +11,7 @@ DELTA = GatedDeltaNet(heads=4, key_heads=2, head_dim=3, value_dim=5, chunk=4)
 
 class TestGatedDeltaNet(ModelSuite):
     component = Transformer(vocab_size=32, dim=16, layers=2, attention=DELTA)
+    layouts = ("tp2_whole_sequences", "cp2", "checkpointing2")
 
 
 class TestHybrid(ModelSuite):
@@ -22,4 +23,4 @@ class TestHybrid(ModelSuite):
             kinds={"delta": DELTA, "full": GroupedQueryAttention(heads=4, kv_heads=2)}, layers=("delta", "full")
         ),
     )
-    layouts = ("cp2", "tp2")
+    layouts = ("cp2",)

@@ -11,6 +11,7 @@ class TestMamba2(ModelSuite):
     component = Transformer(
         vocab_size=32, dim=16, layers=2, attention=Mamba2(heads=4, head_dim=5, state=3, groups=2, chunk=4)
     )
+    layouts = ("tp2_whole_sequences", "checkpointing2")  # cp2, with documents: test_mamba2.py
 
 
 class TestHybridOfOneGroup(ModelSuite):
@@ -28,4 +29,4 @@ class TestHybridOfOneGroup(ModelSuite):
             layers=("mamba", "full"),
         ),
     )
-    layouts = ("cp2", "tp2")
+    layouts = ("tp2_whole_sequences",)

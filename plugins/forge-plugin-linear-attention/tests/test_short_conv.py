@@ -50,6 +50,7 @@ def job(folder: Path, **changes: Any) -> Any:
 
 class TestShortConv(ModelSuite):
     component = Transformer(vocab_size=32, dim=16, layers=2, attention=ShortConv())
+    layouts = ("tp2_whole_sequences", "checkpointing2")  # cp2, with documents: below
 
 
 def observe(folder: Path, changes: Mapping[str, Any]) -> Curve:

@@ -8,8 +8,9 @@ from forge_testing.suites import OptimizerSuite
 
 class TestLion(OptimizerSuite):
     component = Lion(lr=3e-3)
+    layouts = ("fsdp2",)  # it works element by element
 
 
 class TestCautiousLion(OptimizerSuite):
     component = Lion(lr=3e-3, cautious=True)
-    layouts = ("fsdp2",)
+    layouts = ()  # its layouts: test_lion.py

@@ -202,11 +202,11 @@ def same_state(ranks, alone):
 # The quantised formats share the code that cuts blocks. An optimizer sees only how its parameters are cut: context and
 # pipeline parallelism beside fsdp would show nothing more. For bf16 on four ranks see test_lowbit_parameters.py.
 UNDER = {
-    "adamw_8bit": ("replicate2", "fsdp2", "tp2", "pp2", "fsdp2_tp2"),
+    "adamw_8bit": ("replicate2", "pp2", "fsdp2_tp2"),
     "adamw_8bit, blocks of two rows": ("fsdp4", "hsdp2x2"),  # tp would cut them
     "adamw_4bit": ("fsdp2_tp2",),
     "adamw_float8": ("fsdp2_tp2",),
-    "adamw_bf16": ("fsdp2", "tp2", "pp2"),
+    "adamw_bf16": ("tp2", "pp2"),
 }
 test_layouts = layout_law(
     *(

@@ -11,17 +11,19 @@ BLOCKS = {"min_size": 1, "block_size": 8}
 
 class TestAdamW8bit(OptimizerSuite):
     component = AdamW8bit(**SETTINGS, **BLOCKS)
+    layouts = ("fsdp2",)
 
 
 class TestAdamW4bit(OptimizerSuite):
     component = AdamW4bit(**SETTINGS, **BLOCKS)
-    layouts = ("fsdp2",)
+    layouts = ()  # its layouts: test_lowbit.py
 
 
 class TestAdamWFloat8(OptimizerSuite):
     component = AdamWFloat8(**SETTINGS, **BLOCKS)
-    layouts = ("fsdp2",)
+    layouts = ()  # its layouts: test_lowbit.py
 
 
 class TestAdamWBF16(OptimizerSuite):
     component = AdamWBF16(**SETTINGS)
+    layouts = ("fsdp2",)

@@ -18,6 +18,7 @@ class TestDSA(ModelSuite):
             heads=4, q_lora_rank=10, index_n_heads=3, index_head_dim=6, index_topk=3, index_loss_weight=0.3, **WIDTHS
         ),
     )  # fmt: skip
+    layouts = ("tp2_whole_sequences", "pp2", "cp2", "checkpointing2")
 
 
 @pytest.mark.thorough

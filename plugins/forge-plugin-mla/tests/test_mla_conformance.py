@@ -13,6 +13,7 @@ class TestMLA(ModelSuite):
     component = Transformer(
         vocab_size=32, dim=16, layers=2, attention=MultiHeadLatentAttention(heads=4, q_lora_rank=10, **WIDTHS)
     )
+    layouts = ("tp2_whole_sequences", "cp2", "checkpointing2")
 
 
 class TestMLAWithoutQueryLatents(ModelSuite):

@@ -44,6 +44,7 @@ class TestHash(RouterSuite):
 
 class TestModelWithExperts(ModelSuite):
     component = model_of(router=SigmoidTopK(bias_rate=0.01, **BALANCED), shared_experts=1, first_dense=1)
+    layouts = ("replicate2", "tp2", "pp2", "cp2", "checkpointing2")
 
 
 class TestModelWithBiases(ModelSuite):
@@ -57,7 +58,7 @@ class TestModelWithSquaredReLU(ModelSuite):
     """Experts of two matrices, routed and shared."""
 
     component = model_of(activation="relu2", shared_experts=1, router=SigmoidTopK(bias_rate=0.01))
-    layouts = ("fsdp2", "tp2", "fsdp2_ep2")
+    layouts = ("tp2_whole_sequences", "fsdp2_ep2")
 
 
 class TestModelWithWeightsOnInputs(ModelSuite):
@@ -67,7 +68,7 @@ class TestModelWithWeightsOnInputs(ModelSuite):
         apply_router_weight_on_input=True, shared_experts=1,
         router=SigmoidTopK(correction_bias=False, normalise=False, **BALANCED),
     )  # fmt: skip
-    layouts = ("fsdp2", "tp2", "pp2", "fsdp2_ep2", "compiled")
+    layouts = ("tp2", "fsdp2_ep2")  # tests/composition compiles such experts
 
 
 class TestModelWithNormsOfBranches(ModelSuite):
@@ -77,12 +78,12 @@ class TestModelWithNormsOfBranches(ModelSuite):
         activation="geglu", shared_experts=2, branch_norm=RMSNorm(),
         router=SoftmaxTopK(input_norm=True, expert_scale=True, **BALANCED),
     )  # fmt: skip
-    layouts = ("tp2", "fsdp2_ep2")
+    layouts = ("tp2", "tp2_whole_sequences", "fsdp2_ep2")
 
 
 @pytest.mark.thorough
 class TestNormsOfBranchesElsewhere(ParitySuite):
-    layouts = ("fsdp2", "tp2_whole_sequences", "pp2", "traced")
+    layouts = ("fsdp2", "pp2", "traced")
 
     def parity_changes(self, folder):
         return {"model": TestModelWithNormsOfBranches.component}
@@ -91,26 +92,28 @@ class TestNormsOfBranchesElsewhere(ParitySuite):
 class TestExpertParallel(ParitySuite):
     """The other layouts with `ep` are rows of `tests/parity/layouts.py`, with this router."""
 
-    layouts = ("fsdp2_ep2", "checkpointing_fsdp2_ep2", "fsdp4_ep2", "fsdp2_tp2_ep2", "fsdp2_pp2_ep2")
+    layouts = ("checkpointing_fsdp2_ep2", "fsdp4_ep2", "fsdp2_pp2_ep2")
 
     def parity_changes(self, folder):
         return {"model": model_of(router=SigmoidTopK(bias_rate=0.01, **BALANCED), shared_experts=1)}
 
 
 class TestExpertsBehindCanonLayers(ParitySuite):
-    layouts = ("tp2", "cp2", "fsdp2_ep2")
+    layouts = ("tp2", "cp2")
 
     def parity_changes(self, folder):
         return {"model": attrs.evolve(model_of(router=SoftmaxTopK(), shared_experts=1), canon=Canon())}
 
 
 class TestModelWithCapacity(ParitySuite):
+    layouts = ("fsdp2", "tp2")
+
     def parity_changes(self, folder):
         return {"model": model_of(capacity_factor=1.0, router=SoftmaxTopK(z_loss=10.0))}
 
 
 class TestModelWithChoosingExperts(ParitySuite):
-    layouts = ("fsdp2", "tp2")
+    layouts = ("tp2",)
 
     def parity_changes(self, folder):
         return {"model": model_of(router=ExpertChoice())}
@@ -119,7 +122,7 @@ class TestModelWithChoosingExperts(ParitySuite):
 class TestBiasesUnderLayouts(ParitySuite):
     """`tests/composition/test_experts.py` compiles the same model."""
 
-    layouts = ("fsdp2", "tp2", "pp2", "cp2", "fsdp2_ep2", "fsdp2_tp2_ep2", "checkpointing_fsdp2_ep2")
+    layouts = ("tp2_whole_sequences", "cp2", "fsdp2_tp2_ep2", "checkpointing_fsdp2_ep2")
 
     def parity_changes(self, folder):
         return {"model": model_of(router=SoftmaxTopK(bias=True, z_loss=10.0), shared_experts=1, **GPT_OSS)}

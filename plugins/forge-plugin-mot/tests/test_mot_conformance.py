@@ -10,3 +10,4 @@ from forge_testing.vision import tiny_language, tiny_vision
 
 class TestMixtureOfTransformers(VisionModelSuite):
     component = VisionLanguage(language=tiny_language(), vision=tiny_vision(), fusion=MixtureOfTransformers())
+    layouts = ("replicate2", "tp2", "pp2", "cp2", "checkpointing2")

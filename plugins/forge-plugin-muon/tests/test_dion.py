@@ -24,6 +24,7 @@ SHAPES = {"square": (8, 8), "wide": (6, 12), "tall": (12, 6)}
 
 class TestDion(OptimizerSuite):
     component = Dion(lr=0.02, rank_fraction=0.5, adam_lr=1e-2, adam_eps=1e-5)
+    layouts = ("fsdp2", "tp2")  # pp2: test_experts_and_layouts.py
 
 
 class Reference:

@@ -236,7 +236,7 @@ def same_weights_and_divided_work(ranks, alone):
     assert max(shares) < 2 * all_of_them / len(shares)
 
 
-NAMES = ("hsdp2x2", "fsdp2_tp2", "fsdp2_pp2")
+NAMES = ("hsdp2x2", "fsdp2_tp2")
 test_layouts = layout_law(
     Case("muon", observe=trained, compare=same_weights_and_divided_work, layouts=NAMES),
 )

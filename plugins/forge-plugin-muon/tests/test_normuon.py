@@ -19,6 +19,7 @@ ALL_ROWS = {"square": (8, 8), "wide": (6, 12), "tall": (12, 6)}
 
 class TestNorMuon(OptimizerSuite):
     component = NorMuon(lr=0.02, adam_lr=1e-2, adam_eps=1e-5)
+    layouts = ("fsdp2", "tp2")  # pp2: test_experts_and_layouts.py
 
 
 class Reference:

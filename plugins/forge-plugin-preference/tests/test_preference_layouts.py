@@ -8,11 +8,10 @@ from forge_plugin_preference import DPO, KTO, SimPO
 from forge_testing.curves import same_curve
 from forge_testing.laws import Case, layout_law
 
-LAYOUTS = ("fsdp2", "tp2", "pp2", "cp2", "fsdp2_tp2")
 test_layouts = layout_law(
-    Case("dpo", observe=preference_runs.observe(DPO), compare=same_curve, layouts=(*LAYOUTS, "fsdp2_cp2", "fsdp2_pp2")),
-    Case("kto", observe=preference_runs.observe(KTO), compare=same_curve, layouts=LAYOUTS),
-    Case("simpo", observe=preference_runs.observe(SimPO()), compare=same_curve, layouts=("pp2", "cp2")),
+    Case("dpo", observe=preference_runs.observe(DPO), compare=same_curve, layouts=("tp2", "pp2", "fsdp2_cp2")),
+    Case("kto", observe=preference_runs.observe(KTO), compare=same_curve, layouts=("fsdp2", "tp2", "pp2", "cp2")),
+    Case("simpo", observe=preference_runs.observe(SimPO()), compare=same_curve, layouts=("cp2",)),
     Case("experts", observe=preference_runs.observe(DPO, experts=True), compare=same_curve, layouts=("fsdp2_ep2",)),
     Case(
         "kto of experts", observe=preference_runs.observe(KTO, experts=True), compare=same_curve, layouts=("fsdp2_ep2",)

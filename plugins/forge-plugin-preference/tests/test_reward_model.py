@@ -56,7 +56,7 @@ test_layouts = layout_law(
         "dense",
         observe=observe(),
         compare=same_curve,
-        layouts=("fsdp2", "tp2", "pp2", "cp2", "fsdp2_tp2", "fsdp2_cp2"),
+        layouts=("tp2", "pp2", "fsdp2_cp2"),
     ),
     Case("experts", observe=observe(experts=True), compare=same_curve, layouts=("fsdp2_ep2",)),
     Case("adapted", observe=observe(plugins=ADAPTED), compare=same_curve, layouts=("tp2",)),

@@ -256,7 +256,7 @@ def same_weights_and_divided_state(ranks, alone):
     assert max(shares) < 2 * all_of_them / len(shares)
 
 
-NAMES = ("fsdp2", "tp2", "hsdp2x2", "fsdp2_tp2", "fsdp2_pp2")
+NAMES = ("fsdp2", "hsdp2x2", "fsdp2_tp2")
 test_layouts = layout_law(
     Case("soap", observe=trained, compare=same_weights_and_divided_state, layouts=NAMES),
 )

@@ -153,9 +153,7 @@ def the_same(ranks, alone):
     assert ranks == [pytest.approx(alone, abs=1e-12)] * len(ranks)
 
 
-test_layouts = layout_law(
-    Case("edits", observe=edited, compare=the_same, layouts=("fsdp2_ep2", "tp2", "tp2_whole_sequences", "pp2", "cp2"))
-)
+test_layouts = layout_law(Case("edits", observe=edited, compare=the_same, layouts=("fsdp2_ep2", "tp2", "pp2", "cp2")))
 
 
 def test_training_is_edited_only_if_asked(tmp_path):

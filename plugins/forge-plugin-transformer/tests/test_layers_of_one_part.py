@@ -50,7 +50,7 @@ APART = {
 
 class TestLayersOfOnePart(ModelSuite):
     component = Transformer(vocab_size=32, dim=16, layers=2, **APART)
-    layouts = ("fsdp2", "tp2", "tp2_whole_sequences", "pp2", "cp2", "checkpointing2")
+    layouts = ("tp2", "tp2_whole_sequences", "pp2", "cp2", "checkpointing2")
 
 
 class TestLayersOfOnePartThatPredictFurther(ModelSuite):

@@ -60,7 +60,7 @@ class TestTransformerLikeOlmo(ModelSuite):
         vocab_size=32, dim=16, layers=2, norm_placement="post",
         attention=GroupedQueryAttention(heads=4, kv_heads=2, qk_norm="all", gate="head"),
     )  # fmt: skip
-    layouts = ("fsdp2", "tp2", "tp2_whole_sequences", "pp2", "cp2")
+    layouts = ("tp2", "tp2_whole_sequences")
     loss_tolerance = 1e-10  # of gradient norms, which are large behind norms of small outputs; losses: 1e-14
 
 
@@ -76,7 +76,7 @@ class TestTransformerLikeGemma(ModelSuite):
         embedding_scale=4.0, logit_scale=0.5, logit_soft_cap=3.0, tie_embeddings=True,
         attention=AttentionPattern(layers=("near", "full"), kinds={"near": evolve(GEMMA, window=5), "full": GEMMA}),
     )  # fmt: skip
-    layouts = ("fsdp2", "tp2", "tp2_whole_sequences", "pp2", "traced")
+    layouts = ("tp2_whole_sequences", "pp2", "traced")
 
 
 WIDE = GroupedQueryAttention(
@@ -93,7 +93,7 @@ class TestTransformerLikeGemma4(ModelSuite):
         vocab_size=32, dim=16, layers=2, norm_placement="both", ffn=GEGLU(hidden=32), tie_embeddings=True,
         layer_scalar=True, attention=AttentionPattern(layers=("near", "full"), kinds={"near": NARROW, "full": WIDE}),
     )  # fmt: skip
-    layouts = ("fsdp2", "tp2")
+    layouts = ("tp2_whole_sequences",)
 
 
 NEAR = GroupedQueryAttention(
@@ -112,7 +112,7 @@ class TestTransformerLikeMiMo(ModelSuite):
             kinds={"near": NEAR, "full": evolve(NEAR, kv_heads=2, window=0, sinks=False, gate=True)},
         ),
     )  # fmt: skip
-    layouts = ("fsdp2", "tp2", "pp2", "cp2")
+    layouts = ("tp2_whole_sequences", "cp2")
 
 
 class TestTransformerLikeSmallGemma4(ModelSuite):
@@ -142,7 +142,7 @@ ELSEWHERE = ("fsdp2", "tp2_whole_sequences", "cp2", "checkpointing2", "traced")
 
 @pytest.mark.thorough
 class TestGemma4Elsewhere(ParitySuite):
-    layouts = ("pp2", *ELSEWHERE)
+    layouts = ("tp2", "pp2", *ELSEWHERE)
 
     def parity_changes(self, folder):
         return {"model": TestTransformerLikeGemma4.component}
@@ -171,7 +171,7 @@ class TestTransformerLikeGPT(ModelSuite):
         vocab_size=32, dim=16, layers=2, residual="parallel", learned_positions=64, norm=LayerNorm(),
         ffn=GELU(bias=True), attention=GroupedQueryAttention(heads=4, bias=True),
     )  # fmt: skip
-    layouts = ("fsdp2", "tp2", "tp2_whole_sequences", "pp2", "cp2")
+    layouts = ("tp2", "tp2_whole_sequences", "pp2", "cp2")
 
 
 class TestTransformerLikePhi(ModelSuite):
@@ -181,7 +181,7 @@ class TestTransformerLikePhi(ModelSuite):
         vocab_size=32, dim=16, layers=2, residual="parallel", norm_placement="shared", head_bias=True,
         norm=LayerNorm(), ffn=GELU(bias=True), attention=GroupedQueryAttention(heads=4, bias=True),
     )  # fmt: skip
-    layouts = ("fsdp2", "tp2", "tp2_whole_sequences", "pp2", "cp2", "traced")
+    layouts = ("tp2_whole_sequences",)  # `TestTransformerWithASharedNormThatPredictsFurther`: tp2, pp2
 
 
 class TestTransformerLikeNemotron(ModelSuite):
@@ -193,7 +193,7 @@ class TestTransformerLikeNemotron(ModelSuite):
             heads=4, kv_heads=2, qk_norm=True, qk_norm_rotated=True, query_growth=0.5, query_growth_length=3,
         ),
     )  # fmt: skip
-    layouts = ("fsdp2", "tp2", "tp2_whole_sequences", "pp2", "cp2", "traced")
+    layouts = ("tp2_whole_sequences", "cp2", "traced")
 
 
 class TestTransformerLikeApertus(ModelSuite):
@@ -203,7 +203,7 @@ class TestTransformerLikeApertus(ModelSuite):
         vocab_size=32, dim=16, layers=2, ffn=XIELU(hidden=24),
         attention=GroupedQueryAttention(heads=4, kv_heads=2, qk_norm=True),
     )  # fmt: skip
-    layouts = ("fsdp2", "tp2", "tp2_whole_sequences", "pp2", "cp2", "traced")
+    layouts = ("fsdp2", "tp2_whole_sequences", "traced")
 
 
 class TestTransformerWithASharedNormThatPredictsFurther(ModelSuite):
@@ -229,21 +229,20 @@ class TestTransformerThatRotatesAPart(ModelSuite):
         vocab_size=32, dim=32, layers=2,
         attention=GroupedQueryAttention(heads=4, kv_heads=2, rope=PlainRope(partial_rotary_factor=0.25)),
     )  # fmt: skip
-    layouts = ("tp2", "cp2")
+    layouts = ()  # `TestTransformerWhoseLayersDiffer` has such a layer
 
 
 class TestTransformerWithoutPositions(ModelSuite):
     component = Transformer(
         vocab_size=32, dim=16, layers=2, attention=GroupedQueryAttention(heads=4, kv_heads=2, rope=NoRope())
     )
-    layouts = ("tp2", "cp2")
+    layouts = ()  # `TestTransformerWhoseLayersDiffer` has such a layer
 
 
 class RopesOfTheLengthOfTheJob(ParitySuite):
     """Sequences are long, which a rank of `cp` cannot see by the positions that it has."""
 
     rope: RopeComponent
-    layouts = ("tp2", "cp2", "pp2", "traced")
 
     def parity_changes(self, folder):
         attention = GroupedQueryAttention(heads=2, rope=self.rope)
@@ -251,6 +250,7 @@ class RopesOfTheLengthOfTheJob(ParitySuite):
 
 
 class TestLongRope(RopesOfTheLengthOfTheJob):
+    layouts = ("tp2", "cp2", "traced")
     rope = LongRope(
         short_factor=(1.0, 1.5), long_factor=(2.0, 9.0), original_max_position_embeddings=8, factor=2.0,
         partial_rotary_factor=0.5,
@@ -258,6 +258,7 @@ class TestLongRope(RopesOfTheLengthOfTheJob):
 
 
 class TestDynamicRope(RopesOfTheLengthOfTheJob):
+    layouts = ("cp2", "pp2", "traced")
     rope = DynamicRope(factor=4.0, original_max_position_embeddings=8)
 
 
@@ -275,7 +276,7 @@ class TestTransformerOfSeveralAttentions(ModelSuite):
             },
         ),
     )  # fmt: skip
-    layouts = (*ModelSuite.layouts, "tp2_whole_sequences", "compiled")
+    layouts = ("tp2_whole_sequences", "cp2", "checkpointing2", "compiled")
 
 
 BIASED = {**HEADS, "bias": True, "output_bias": False}
@@ -297,7 +298,7 @@ class TestTransformerWhoseLayersDiffer(ModelSuite):
             },
         ),
     )  # fmt: skip
-    layouts = ("tp2", "pp2", "cp2", "traced")
+    layouts = ("tp2", "pp2", "cp2")
 
 
 class TestPatternThatPredictsFurther(ModelSuite):
@@ -313,4 +314,4 @@ class TestPatternThatPredictsFurther(ModelSuite):
             },
         ),
     )  # fmt: skip
-    layouts = ("tp2", "pp2")
+    layouts = ("pp2",)

@@ -70,6 +70,7 @@ BLOCKS = {
 
 class TestBidirectional(VisionModelSuite):
     component = VisionLanguage(language=tiny_language(), vision=tiny_vision(), fusion=Joint(bidirectional=True))
+    layouts = ("tp2", "pp2", "checkpointing2", "cp2")  # copies of whole models: `TestJoint`
 
 
 WINDOWS = AttentionPattern(
@@ -95,7 +96,7 @@ class TestBidirectionalWithWindows(VisionModelSuite):
         ),
         fusion=Joint(bidirectional=True, bidirectional_in_windows=True),
     )
-    layouts = ("fsdp2", "tp2", "pp2", "traced")
+    layouts = ("tp2", "traced")
 
 
 GEMMA = TestBidirectionalWithWindows.component

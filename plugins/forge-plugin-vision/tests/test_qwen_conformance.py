@@ -17,7 +17,7 @@ from forge_testing.vision import RandomImages
 class TestQwen(VisionModelSuite):
     component = MODEL
     images = RandomImages(text_only=2, held_out=5, video_every=2)
-    layouts = ("fsdp2", "tp2", "pp2", "cp2", "checkpointing2")  # copies of whole models are the subject of `TestJoint`
+    layouts = ("tp2", "pp2", "cp2", "checkpointing2")  # copies of whole models: `TestJoint`
 
 
 def test_the_suite_refuses_a_model_whose_last_token_sees_the_frames_of_another_document(tmp_path):

@@ -27,7 +27,7 @@ class TestTiledVitAndJoint(VisionModelSuite):
         ),
         fusion=Joint(),
     )  # fmt: skip
-    layouts = ("fsdp2", "tp2", "pp2", "cp2", "checkpointing2")  # copies of whole models are the subject of `TestJoint`
+    layouts = ("tp2", "checkpointing2")  # the others: `TestJoint`
 
 
 MODEL = TestTiledVitAndJoint.component

@@ -72,7 +72,7 @@ def the_same(ranks, alone):
     assert ranks == [pytest.approx(alone, rel=1e-9)] * len(ranks)
 
 
-DENSE = ("fsdp2", "tp2", "tp2_whole_sequences", "pp2", "cp2")
+DENSE = ("fsdp2", "tp2", "pp2", "cp2")
 test_layouts = layout_law(
     Case("tasks", observe=measured(), compare=the_same, layouts=DENSE),
     Case("tasks, experts", observe=measured(ffn=MoE(experts=4)), compare=the_same, layouts=("fsdp2_ep2",)),
