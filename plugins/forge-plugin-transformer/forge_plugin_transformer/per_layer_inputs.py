@@ -28,7 +28,7 @@ class PerLayerInputs:
     vocab_size: int = field(default=0, validator=ge(0))
     """Rows of the table; 0: as many as the model's."""
     padding_row: int = field(default=0, validator=ge(0))
-    """The row of tokens beyond the table, and of places of images; in Gemma 4 that of the token of padding."""
+    """The row of tokens beyond the table, and of places of images; in Gemma 4 the row of the padding token."""
     approximate: Literal["tanh", "none"] = "tanh"
     """The activation by its tanh approximation (Gemma), or exactly."""
 

@@ -27,7 +27,7 @@ class GemmaViT(VisionEncoderComponent):
     """Gemma 4's tower: images of any size, with a table of columns and one of rows and a rotary encoding.
 
     Each block has norms before and after attention and feed-forward part. Queries and keys are normalised with gains,
-    values without; scores have no factor. The defaults are those of its class in `transformers`, and of E2B and E4B but
+    values without; scores have no factor. The defaults are from its class in `transformers`, and fit E2B and E4B but
     for `clipped`; the tower of 26B-A4B has `dim = 1152`, `layers = 27`, `heads = 16`, `head_dim = 72`, `hidden = 4304`.
     """
 

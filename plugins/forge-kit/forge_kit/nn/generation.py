@@ -8,12 +8,14 @@ Shapes: B rows, S new positions of each, V the whole vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch import distributed as dist
+
+from forge_kit.torch_internals import children_of
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Batch
@@ -207,12 +209,30 @@ class WholeModel(JointGeneration):
 
     def cache_limits(self) -> set[int]:
         """Collected from all modules that are `VoidsCache`."""
-        # Not by `isinstance`, which looks up the members of a protocol anew for each module, at each call of `generate`
-        return {limit for module in self.model.modules() for limit in getattr(module, "cache_limits", ())}
+        # Not by `isinstance`, which looks up the members of a protocol for each module, at each call of `generate`; nor
+        # by `modules` and `getattr`, which make names and search parameters, and take as long as two layers
+        return {limit for module in _all_modules(self.model) for limit in _own(module, "cache_limits")}
 
     def joins_rows(self, cache: Any) -> bool:
         """There is one cache, of the whole model."""
         return isinstance(cache, JoinsRows) and cache.joinable
+
+
+def _all_modules(module: nn.Module) -> set[nn.Module]:
+    """Returns a module and all below it."""
+    found: set[nn.Module] = set()
+    waiting = [module]
+    while waiting:
+        if (one := waiting.pop()) not in found:
+            found.add(one)
+            waiting += [child for child in children_of(one).values() if child is not None]
+    return found
+
+
+def _own(module: nn.Module, name: str) -> Collection[int]:
+    """Returns an attribute of a module that is no parameter, buffer or module; empty if there is none."""
+    found: Collection[int] = getattr(module, name) if hasattr(type(module), name) or name in vars(module) else ()
+    return found
 
 
 def joint_generation(model: Any) -> JointGeneration:

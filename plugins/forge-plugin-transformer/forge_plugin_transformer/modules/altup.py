@@ -84,7 +84,7 @@ class AlternatingUpdate(nn.Module):
         return cast(bounded, x.dtype)
 
     def flops(self, seq_len: int) -> float:
-        """Counts 6 for each weight of coefficients, twice for those of the router, and 6 for each product."""
+        """Counts 6 for each weight of coefficients, twice for the router, and 6 for each product."""
         n = self.streams
         return 6.0 * (2 * n * self.dim + n**3 + n**2 + self.dim * n * (n + 1))
 

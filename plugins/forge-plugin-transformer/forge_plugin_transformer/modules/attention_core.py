@@ -198,6 +198,10 @@ def torch_attention(
         return softmax_attention(q, k, v, mask, scoring, sinks)
     if mask is not None and _is_grouped_query_on_cpu(q, k):
         return one_query_attention(q, k, v, mask, scoring)
+    if mask is WHOLE and kernel == "torch" and q.is_cpu and k.shape == v.shape and k.shape[2] == q.shape[2]:
+        # A generated token, for which what follows would take as long as the kernel
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, scale=scoring.given_scale).transpose(1, 2)
     width, v = v.shape[-1], padded(v, k, kernel)
     on_cuda = q.device.type == "cuda"
     if kernel == "flash" and mask is not None and on_cuda:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -36,8 +37,8 @@ class RootMeanSquareNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(…, D) to (…, D). On a CPU, the way depends on the number of positions and on gradients."""
         gain = self.gain(x.dtype)
-        if x.device.type == "cpu":
-            if x.ndim > 2 and x.shape[1] == 1 and type(x) is Tensor and not torch.is_grad_enabled():
+        if x.is_cpu:
+            if not torch.is_grad_enabled() and x.ndim > 2 and x.shape[1] == 1 and type(x) is Tensor:
                 return _normed_position(x, gain, self.eps)
             if not torch.is_grad_enabled():  # as a function of autograd takes as long as the norm of few rows
                 return _normed(x, gain, self.eps)[0]
@@ -172,10 +173,14 @@ def _normed_position(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Returns the norm of x (B, 1, …, D), a generated token, with as few operations as there are: each costs a call."""
     wide = cast(x, torch.promote_types(x.dtype, torch.float32))
     dim = x.shape[-1]
-    # sqrt(sum(x²) / D + eps)
-    length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).mul_(dim**-0.5)
-    normed = (wide / torch.hypot(length, _scalar(eps**0.5, wide.dtype))).mul_(weight)
-    return cast(normed, x.dtype)
+    length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    if x.numel() == dim and not torch.compiler.is_compiling():
+        # A single row: arithmetic of the host costs less than operations on one number
+        factor = dim**0.5 / math.hypot(length.item(), (eps * dim) ** 0.5)
+        return cast((wide * weight).mul_(factor), x.dtype)
+    # sqrt(D) x / sqrt(sum(x²) + eps D); the 0 lets one operation multiply by the gain and by sqrt(D)
+    divided = wide / torch.hypot(length, _scalar((eps * dim) ** 0.5, wide.dtype))
+    return cast(torch.addcmul(_scalar(0.0, wide.dtype), divided, weight, value=dim**0.5), x.dtype)
 
 
 @lru_cache(maxsize=16)

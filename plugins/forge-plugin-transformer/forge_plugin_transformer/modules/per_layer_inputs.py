@@ -79,6 +79,6 @@ class LayerInputReader(nn.Module):
         return x + self.added(x, own)
 
     def added(self, x: Tensor, own: Tensor) -> Tensor:
-        """Returns what is added to x."""
+        """Returns the term that `forward` adds to x."""
         added: Tensor = self.norm(self.projection(F.gelu(self.gate(x), approximate=self.approximate) * own))
         return added

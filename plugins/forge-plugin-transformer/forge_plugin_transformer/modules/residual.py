@@ -197,7 +197,7 @@ class ManifoldHyperConnection(nn.Module):
 
 
 def _widened(parameter: Tensor, x: Tensor) -> Tensor:
-    """Returns a parameter in the dtype of coefficients, rounded to that of x first, in which FSDP gathers it."""
+    """Returns a parameter in the dtype of coefficients, rounded to the dtype of x first, in which FSDP gathers it."""
     # The rounding leaves small differences from the initial values their digits, of which it would cost 1 + d most
     return cast(parameter, x.dtype).to(_wide(x.dtype))
 

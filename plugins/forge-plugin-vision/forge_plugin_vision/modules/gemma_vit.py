@@ -70,11 +70,11 @@ class ClippedLinear(nn.Module):
         self.bounds = nn.ModuleList(Bounds() for _ in range(matrices))
 
     def init_parameter(self, name: str, fill: Fill) -> None:
-        """Draws the matrices as those of `Linear`."""
+        """Draws the matrices as `Linear` does."""
         fill.normal(self.std)
 
     def init_buffers(self, device: torch.device) -> None:
-        """There are none but those of `bounds`."""
+        """Only `bounds` have some."""
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, in) to (…, out)."""
@@ -136,7 +136,7 @@ class ScaledWindows(nn.Module):
         """There are none."""
 
     def forward(self, features: Tensor, images: Images) -> Tensor:
-        """Computes what is before the norm in float32 or wider: what is subtracted is large, as the features are."""
+        """Computes in float32 or wider up to the norm: `shift` is large, as the features are."""
         x = means(features, *self.windows.members(images))
         wide = torch.promote_types(x.dtype, torch.float32)
         x = x.to(wide) * self.scale

@@ -60,7 +60,7 @@ class JointModel(VisionLanguageModel):
 
 
 class JointInputsModel(JointModel):
-    """Of a language model whose layers have inputs made of the embeddings (Gemma 4 E2B), those of images included."""
+    """Of a language model whose layers have inputs made of the embeddings (Gemma 4 E2B), images included."""
 
     def embed(self, batch: Batch) -> Carry:
         """Returns the language model's carry, to whose embeddings `embedded` has added the features."""
