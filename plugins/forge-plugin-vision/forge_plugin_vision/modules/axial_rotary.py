@@ -39,7 +39,7 @@ class AxialRotary(nn.Module):
         self.rates.copy_(self.theta ** (-exponents / self.head_dim))
 
     def places(self, images: Images) -> tuple[Tensor, Tensor]:
-        """Returns (B, P) each: the number by which the first half of the pairs turns, and the one of the second half."""
+        """Returns (B, P) each: the number by which the first half of the pairs turns, and the second half."""
         return images.row, images.column
 
     def forward(self, images: Images, dtype: torch.dtype) -> Tensor:

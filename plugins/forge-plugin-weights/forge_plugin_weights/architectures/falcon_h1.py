@@ -157,7 +157,7 @@ class HeadWidth(Field):
         return ("mamba_d_head", "mamba_d_ssm")
 
     def read(self, config: Config) -> Flat:
-        """Reads the width of a head; raises `Unsupported` where it differs from the width of all heads by their number."""
+        """Reads the width of a head; raises `Unsupported` where it is not the width of all heads by their number."""
         whole = config.get("mamba_d_ssm", 1024)  # null: by the multiple
         if whole is None:
             whole = value_of(config, "mamba_expand", 2) * config["hidden_size"]
