@@ -82,9 +82,9 @@ LAYOUTS: dict[str, dict[str, LayoutCase]] = {
         "tp2": TP2,
         "cp2": layout_of(cp={"degree": 2}),
     },
-    "vision": {"fsdp2": FSDP2, "pp2": PP2},
-    "cross-attention": {"fsdp2": FSDP2, "pp2": PP2},
-    "mot": {"fsdp2": FSDP2, "tp2": TP2},
+    "vision": {"fsdp2": FSDP2},
+    "cross-attention": {"pp2": PP2},
+    "mot": {"tp2": TP2},
 }
 if splits_backward(torch.__version__):
     LAYOUTS["both ends"]["pp2, zero-bubble"] = layout_of(2, pp={"degree": 2, "schedule": "interleaved_zero_bubble"})

@@ -12,9 +12,9 @@ from forge_plugin_transformer import Transformer
 from forge_testing.runs import tiny_run
 
 LAYERS: dict[str, Any] = {
-    "gated_deltanet": GatedDeltaNet(heads=2, chunk=8),
-    "kda": KDA(heads=2, chunk=8),
-    "mamba2": Mamba2(heads=4, state=8, chunk=8),
+    "gated_deltanet": GatedDeltaNet(heads=2, chunk=4),
+    "kda": KDA(heads=2, chunk=4),
+    "mamba2": Mamba2(heads=4, state=8, chunk=4),
     "short_conv": ShortConv(),
 }
 
@@ -22,9 +22,9 @@ LAYERS: dict[str, Any] = {
 @pytest.mark.parametrize("name", LAYERS)
 def test_the_backward_pass_of_a_compiled_layer_is_its_own(tmp_path, name):
     component = Transformer(vocab_size=32, dim=16, layers=1, attention=LAYERS[name])
-    layer = tiny_run(tmp_path, model=component, seq_len=16, precision="fp64").model.layers["0"].attention
-    x = torch.randn(2, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    batch = {"document_ids": torch.tensor([[0] * 5 + [1] * 11, [0] * 16])}
+    layer = tiny_run(tmp_path, model=component, seq_len=8, precision="fp64").model.layers["0"].attention
+    x = torch.randn(2, 8, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    batch = {"document_ids": torch.tensor([[0] * 3 + [1] * 5, [0] * 8])}
     results = []
     for call in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
         out = call(x, batch)

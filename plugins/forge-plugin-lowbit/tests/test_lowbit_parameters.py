@@ -141,7 +141,6 @@ test_gradients_add_up_in_float32 = layout_law(
             for name, layout in {
                 "one process": LayoutCase(ranks=1, parallel={}),
                 "replicate2": LAYOUTS["replicate2"],
-                "tp2": LAYOUTS["tp2"],
             }.items()
         },
     ),

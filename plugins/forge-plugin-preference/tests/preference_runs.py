@@ -141,6 +141,7 @@ def observe(loss: Any, *, experts: bool = False) -> Any:
     """An `observe` of `forge_testing.laws.Case`."""
 
     def observed(folder: Path, changes: Mapping[str, Any]) -> Curve:
-        return curve(preference_job(folder, loss, experts=experts, **changes))
+        # The second step has what the first one changed
+        return curve(preference_job(folder, loss, experts=experts, **{"steps": 2, **changes}))
 
     return observed

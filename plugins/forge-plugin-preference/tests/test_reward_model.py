@@ -45,7 +45,7 @@ def reward_job(folder: Path, loss: BradleyTerry = LOSS, **changes: Any) -> Any:
 def observe(**settings: Any) -> Any:
     def observed(folder: Path, changes: Mapping[str, Any]) -> Curve:
         with Training.of(reward_job(folder, **settings | changes), installed()) as training:
-            return training.curve(3)
+            return training.curve(2)
 
     return observed
 

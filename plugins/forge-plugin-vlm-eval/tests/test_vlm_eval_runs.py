@@ -201,9 +201,7 @@ def same_metrics(ranks, alone):
     assert ranks == [pytest.approx(alone, rel=1e-9)] * len(ranks)
 
 
-test_layouts = layout_law(
-    Case("vlm-eval", observe=metrics_of, compare=same_metrics, layouts=("fsdp2", "tp2", "pp2", "cp2"))
-)
+test_layouts = layout_law(Case("vlm-eval", observe=metrics_of, compare=same_metrics, layouts=("fsdp2", "pp2", "cp2")))
 
 
 def test_a_run_asks_before_its_first_step_what_its_files_say_and_logs_the_metrics(make_job, train, write, changes):

@@ -134,10 +134,9 @@ test_layouts = layout_law(
 )
 
 
-@pytest.mark.parametrize(
-    "schedule", ["1f1b", *(["interleaved_zero_bubble"] if splits_backward(torch.__version__) else [])]
-)
-def test_in_a_pipeline(tmp_path, schedule):
+def test_in_a_pipeline(tmp_path):
+    # It computes gradients of weights by themselves, as a plain schedule has them in one pass with the others.
+    schedule = "interleaved_zero_bubble" if splits_backward(torch.__version__) else "1f1b"
     stages = {"pp": PipelineParallel(degree=2, schedule=schedule), "float8": Float8(recipe="rowwise")}
     model = transformer(layers=4)
     train(tmp_path / "one", {"float8": Float8(recipe="rowwise")}, model=model)

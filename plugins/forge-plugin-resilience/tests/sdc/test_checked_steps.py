@@ -34,7 +34,7 @@ def trained(tmp_path_factory):
     return train
 
 
-@pytest.mark.parametrize("layout", ["one", "ddp2", "fsdp2", "tp2", "pp2"])
+@pytest.mark.parametrize("layout", ["one", "ddp2", "fsdp2", pytest.param("tp2", marks=pytest.mark.thorough), "pp2"])
 @pytest.mark.parametrize("computation", [0, 1])
 def test_a_transient_fault_is_mended_and_its_rank_named(computation, layout, trained):
     folder, made = trained(layout)
