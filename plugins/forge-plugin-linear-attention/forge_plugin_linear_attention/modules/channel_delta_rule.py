@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from forge_plugin_linear_attention.modules.delta_rule import parts_of_chunks
+from forge_plugin_linear_attention.modules.delta_rule import parts_of_chunks, solved
 
 BLOCK = 8
 """c, where it divides the chunk. Pairs within a block cost c K numbers for each position, and decayed keys C / c K: for
@@ -61,9 +61,7 @@ def channel_delta_rule(
     # Strictly below the diagonal, as a position corrects what earlier ones wrote; the diagonal is 1, and implied
     system = (beta[..., None] * of_keys).tril(-1)
     since = total.exp() if before is None else total.exp() * before[..., None]
-    right = torch.cat([beta[..., None] * v, beta[..., None] * since * k], -1)
-    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    values, reads = solved.split([v.shape[-1], k.shape[-1]], -1)
+    values, reads = solved(system, beta[..., None] * v, beta[..., None] * since * k)
     until = (total[..., -1:, :] - total).exp()
     keys = k * (until if to_end is None else until * to_end[..., None])
     left = total[..., -1, :, None].exp()  # (B, H, N, K, 1)

