@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from attrs import field, frozen
 
@@ -151,13 +151,15 @@ class Rows:
 
     ours: Sequence[str]
     theirs: str
+    joined: ClassVar[int] = 0
+    """The dimension of ours along which they follow one another there."""
 
     def parts(self, name: str, shapes: Shapes) -> Sequence[Part]:
-        """Returns a range of rows, behind the rows of the tensors that come before it in `ours`."""
+        """Returns one part, behind the tensors that come before it in `ours`."""
         for number, template in enumerate(self.ours):
             if (groups := match(template, name)) is not None:
                 # Of each, as keys and values may have fewer rows than queries
-                lengths = [shapes[other.format(**groups)][0] for other in self.ours]
+                lengths = [shapes[other.format(**groups)][self.joined] for other in self.ours]
                 return [self._part(name, self.theirs.format(**groups), lengths, number, shapes[name])]
         return ()
 
@@ -310,22 +312,13 @@ class Transposed:
 
 
 @frozen
-class Columns:
+class Columns(Rows):
     """Several of our matrices, or stacks of them, transposed, side by side in one of theirs.
 
     The fused projections of GPT-2 are so, and the experts of Qwen3-VL.
     """
 
-    ours: Sequence[str]
-    theirs: str
-
-    def parts(self, name: str, shapes: Shapes) -> Sequence[Part]:
-        """Returns one part: columns of theirs, behind the columns of the tensors before it in `ours`, transposed."""
-        for number, template in enumerate(self.ours):
-            if (groups := match(template, name)) is not None:
-                lengths = [shapes[other.format(**groups)][-2] for other in self.ours]  # our rows are their columns
-                return [self._part(name, self.theirs.format(**groups), lengths, number, shapes[name])]
-        return ()
+    joined = -2  # our rows are their columns
 
     def _part(self, ours: str, theirs: str, lengths: Sequence[int], number: int, shape: tuple[int, ...]) -> Part:
         start = sum(lengths[:number])
@@ -452,19 +445,10 @@ class RotaryColumns:
 
 
 @frozen
-class StackedRows:
+class StackedRows(Rows):
     """Stacks of ours, (E, ..., D) each, that are one below the other in each slice of one stack of theirs."""
 
-    ours: Sequence[str]
-    theirs: str
-
-    def parts(self, name: str, shapes: Shapes) -> Sequence[Part]:
-        """Returns one part: rows of every slice, behind the rows of the tensors before it in `ours`."""
-        for number, template in enumerate(self.ours):
-            if (groups := match(template, name)) is not None:
-                lengths = [shapes[other.format(**groups)][1] for other in self.ours]
-                return [self._part(name, self.theirs.format(**groups), lengths, number, shapes[name])]
-        return ()
+    joined = 1
 
     def _part(self, ours: str, theirs: str, lengths: Sequence[int], number: int, shape: tuple[int, ...]) -> Part:
         start = sum(lengths[:number])
