@@ -12,9 +12,11 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 from attrs import evolve
 
 from forge_core import Trainer, load_job
+from forge_plugin_plan.init.machine import product_speed
 from forge_plugin_plan.init.sizes import Machine, Sizes
 from forge_plugin_plan.init.trial import efficiency
 from forge_testing.refusals import lacks, refuses
@@ -254,6 +256,19 @@ def test_this_machine_is_measured(books: Path, init) -> None:
     assert 1e8 < machine["flops"] < 1e16
     assert machine["precision"] in ("bf16", "fp32")
     assert machine["memory"] > 10**8
+
+
+@pytest.mark.parametrize(("seconds", "rows"), [(0.0014, {128}), (0.001, {128, 2048})])
+def test_a_dtype_that_is_slow_is_measured_by_few_rows(
+    seconds: float, rows: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All would take 16 times as long, which is more than twice the time of a measurement, or less."""
+    seen = set()
+    monkeypatch.setattr("forge_plugin_plan.init.machine._seconds", lambda a, b: seen.add(len(a)) or seconds)
+    monkeypatch.setattr("forge_plugin_plan.init.machine.SECONDS", 0.01)
+    speed = product_speed(torch.float32, torch.device("cpu"))
+    assert seen == rows
+    assert speed == max(rows) * 2 * 512 * 2048 / seconds
 
 
 def test_on_a_terminal_it_asks_and_tries_some_steps(here: Path, books: Path) -> None:

@@ -233,10 +233,10 @@ def test_a_run_that_fails_leaves_its_picture(make_job, train, tmp_path):
 
 
 def test_the_picture_of_a_continued_run_is_that_of_one_that_never_stopped(make_job, train, tmp_path):
-    keys = {"steps": 6, "eval": {"interval": 2}, "checkpoint": {"interval": 2}, "loggers": {"curves": Curves()}}
+    keys = {"steps": 4, "eval": {"interval": 2}, "checkpoint": {"interval": 2}, "loggers": {"curves": Curves()}}
     whole = train(make_job(job={"output": str(tmp_path / "other")}, **keys))
     with pytest.raises(RuntimeError, match="failed"):
-        train(make_job(**keys), Looks(fail_at=5))
+        train(make_job(**keys), Looks(fail_at=3))
     continued = train(make_job(**keys))
     assert (continued.folder / "curves.png").read_bytes() == (whole.folder / "curves.png").read_bytes()
 
