@@ -34,6 +34,8 @@ from contextlib import suppress
 from functools import cache
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
+import forge_pretend
+
 REAL = "FORGE_TESTS_REAL_STARTS"
 READ_AT_START = ("PYTHON", "OMP_", "KMP_", "MKL_", "GOMP_", "TORCH", "LD_", "MALLOC_", "GLIBC_", "CUDA")
 """Variables that interpreters and libraries read once: with other values than here, a process is started by `exec`."""
@@ -44,6 +46,7 @@ MODULES = (
     "forge_core",
     "forge_plugin_plan.doctor.rank",
     "forge_plugin_launch.spares",
+    "forge_testing.pretend",
     "outcomes_of_lines",
     "prepares_often",
     "pytest",
@@ -280,6 +283,7 @@ def _become(start: Start, descriptors: Sequence[int]) -> None:
     os.environ.update(_Template.set_by_imports | start.environment)
     others = [entry for entry in sys.path[1:] if entry not in entries]
     sys.path[:] = [start.directory, *_python_path(os.environ), *others]
+    forge_pretend.load()  # torch, which calls it, was imported in another environment
 
 
 def _stream(number: int, mode: str, old: Any, direct: bool) -> Any:

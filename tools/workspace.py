@@ -100,7 +100,8 @@ class Distribution:
     def offers(self) -> Iterator[tuple[str, list[str]]]:
         """Kinds in order, each with the types that it offers."""
         for group, entries in self.project.get("entry-points", {}).items():
-            yield group.removeprefix("forge."), list(entries)
+            if group.startswith("forge"):  # others are of torch
+                yield group.removeprefix("forge."), list(entries)
 
 
 def distributions() -> list[Distribution]:

@@ -206,7 +206,7 @@ def collect_provenance(job: Job, catalog: Catalog, tokenizer: Tokenizer | None =
         "tokenizer": None if tokenizer is None else tokenizer.fingerprint(),
         "python": platform.python_version(),
         "torch": metadata.version("torch"),
-        "threads": 0 if torch.cuda.is_available() else torch.get_num_threads(),
+        "threads": 0 if torch.accelerator.is_available() else torch.get_num_threads(),
     }
 
 

@@ -295,7 +295,7 @@ class Staging:
     def __init__(self) -> None:
         self.parts: dict[str, Tensor] = {}
         """The parts as they were when they were copied, once `wait` has returned."""
-        self._arrived: torch.cuda.Event | None = None
+        self._arrived: Any = torch.cpu.Event()
 
     @torch.no_grad()
     def copy(self, tensors: Tensors) -> Staging:
@@ -308,21 +308,20 @@ class Staging:
         self.parts = {name: self._room(name, part) for name, part in local.items()}
         for name, part in local.items():
             self.parts[name].copy_(part, non_blocking=True)
-        if any(part.is_cuda for part in local.values()):
-            self._arrived = torch.cuda.Event()
-            self._arrived.record()
+        device = next((part.device for part in local.values() if not part.is_cpu), "cpu")
+        self._arrived = torch.get_device_module(device).Event()
+        self._arrived.record()
         return self
 
     def wait(self) -> None:
         """Return once the copies from a device have arrived."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
+        self._arrived.synchronize()
 
     def _room(self, name: str, part: Tensor) -> Tensor:
         room = self.parts.get(name)
         if room is not None and (room.shape, room.dtype) == (part.shape, part.dtype):
             return room
-        return torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda)  # unpinned, the copy would block
+        return torch.empty(part.shape, dtype=part.dtype, pin_memory=not part.is_cpu)  # unpinned, the copy would block
 
 
 class TensorWriter:
@@ -348,8 +347,8 @@ class TensorWriter:
             self._plan(_chunks_of(tensors, ranks), ranks)
         if staged is not None:
             staged.wait()
-        elif torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # threads will read the tensors, each in its own stream
+        for device in {tensor.device for tensor in tensors.values()} if staged is None else ():
+            torch.get_device_module(device).synchronize()  # threads will read the tensors, each in its own stream
         parts = staged.parts if staged is not None else tensors
         written = ranks.on_all(lambda: self._write(folder, parts, ranks.rank == 0))
         return {name: entry for files in written for name, entry in files.items()}

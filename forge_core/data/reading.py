@@ -161,7 +161,7 @@ class Plain(LoaderComponent):
             if (rows := next(units, None)) is None:
                 return None
             loaded = reader.read(rows)
-            if context.device.type == "cuda":  # here, so that the copy to pinned memory overlaps the step
+            if context.device.type != "cpu":  # here, so that the copy to pinned memory overlaps the step
                 loaded = loaded._replace(batch={name: t.pin_memory() for name, t in loaded.batch.items()})
             return loaded
 

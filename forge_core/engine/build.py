@@ -24,6 +24,7 @@ from forge_core.contracts.optimizer import NamedParameters, roles_of
 from forge_core.contracts.phase import Phase
 from forge_core.contracts.runtime import Executor, LossFunction, ParallelStage
 from forge_core.data.loader import held_out
+from forge_core.devices import query_device
 from forge_core.engine.executor import Brought, SplittingExecutor
 from forge_core.engine.groups import Rates, apply_settings, check_groups, check_modes
 from forge_core.engine.hooks import HookRunner, collect_hooks
@@ -86,8 +87,7 @@ def build_context(job: Job, catalog: Catalog, folder: Path | None) -> RunContext
     device = choose_device(job.train.device)
     # Plugins before the mesh: one that cannot be used ends the run without a process group whose ranks would wait.
     context = bare_context(job, job.layout_for(world_size()) or layout_of(job, world_size()), catalog, device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # before NCCL: its first collective takes the current device
+    query_device(device, "set_device")  # before NCCL: its first collective takes the current device
     # Set in every run: another run of the same process may have left its own settings.
     torch.set_float32_matmul_precision(job.train.float32_matmul)
     context.plugins.configure_backend(job, device)

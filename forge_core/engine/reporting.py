@@ -29,6 +29,7 @@ from forge_core.contracts.data import HasDescription
 from forge_core.contracts.errors import ExitCode, JobError
 from forge_core.contracts.runtime import Flushes, LearnsEnd, Logger, TakesArtifacts
 from forge_core.data.order import expected_draws, limits, phase_shares, sizes_of
+from forge_core.devices import query_device
 from forge_core.engine.build import Run
 from forge_core.engine.hooks import named
 from forge_core.engine.step import ABSENT, SOURCE_LOSS, WAITED, Stepper, Sums, metrics
@@ -79,8 +80,7 @@ def _rows(run: Run, stepper: Stepper, provenance: Mapping[str, Any]) -> Iterator
     job, context = run.job, run.context
     yield "run", f"{job.job.name} in {context.folder}"
     yield "plugins", ", ".join(f"{name} {dist['version']}" for name, dist in provenance["distributions"].items())
-    on_gpu, cpu = context.device.type == "cuda", f"cpu ({torch.get_num_threads()} threads)"
-    device = torch.cuda.get_device_name(context.device) if on_gpu else cpu
+    device = query_device(context.device, "get_device_name") or f"{context.device} ({torch.get_num_threads()} threads)"
     yield "device", f"{device}, {context.layout}, {job.train.precision}"
     yield "model", _model(run)
     yield "batch", _batch(run)
@@ -265,14 +265,11 @@ class _Pending:
     sizes: Mapping[str | Count, int]
     """How many values each name has."""
     values: Tensor
-    arrived: torch.cuda.Event | None
-
-    def ready(self) -> bool:
-        return self.arrived is None or self.arrived.query()
+    arrived: Any
+    """The event behind the copy; of the CPU's module, one that has always occurred."""
 
     def line(self) -> dict[str, Any]:
-        if self.arrived is not None:
-            self.arrived.synchronize()
+        self.arrived.synchronize()
         line, counts = dict(self.record), dict[str, dict[str, list[float]]]()
         values = iter(self.values.tolist())
         for name, size in self.sizes.items():
@@ -304,15 +301,11 @@ class Tracker:
         home = next((t.device for t in scalars.values() if t.device.type != "cpu"), torch.device("cpu"))
         moved = [tensor.to(home, non_blocking=True) for tensor in scalars.values()]
         stacked = torch.cat([tensor.detach().to(dtype).reshape(-1) for tensor in moved])
-        arrived = None
-        if stacked.device.type == "cuda":
-            host = torch.empty(stacked.shape, dtype=dtype, pin_memory=True)
-            host.copy_(stacked, non_blocking=True)
-            arrived = torch.cuda.Event()
-            arrived.record()  # after the copy, on the same stream
-            stacked = host
-        self._pending.append(_Pending(dict(record), sizes, stacked, arrived))
-        while self._pending and (len(self._pending) > MAX_LAG or self._pending[0].ready()):
+        on_host = stacked.to("cpu", non_blocking=True)  # into pinned memory, which torch allocates
+        arrived = torch.get_device_module(home).Event()
+        arrived.record()  # after the copy, on the same stream
+        self._pending.append(_Pending(dict(record), sizes, on_host, arrived))
+        while self._pending and (len(self._pending) > MAX_LAG or self._pending[0].arrived.query()):
             self._deliver(self._pending.popleft().line())
 
     def flush(self) -> None:
@@ -323,12 +316,14 @@ class Tracker:
 
 def peak_memory(device: torch.device) -> dict[str, float]:
     """GB at most of this rank: of a GPU allocated and reserved, since the last call; of a CPU resident, since ever."""
-    if device.type != "cuda":
+    if device.type == "cpu":
         return {"peak_memory_gb": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e9}  # stated in kB
-    stats = torch.cuda.memory_stats(device)  # once, and not by `max_memory_…`: each call builds the whole table
-    torch.cuda.reset_peak_memory_stats(device)  # so that the step shows in which it grew
+    stats = (
+        query_device(device, "memory_stats") or {}
+    )  # once, and not by `max_memory_…`: each call builds the whole table
+    query_device(device, "reset_peak_memory_stats")  # so that the step shows in which it grew
     names = {"peak_memory_gb": "allocated_bytes.all.peak", "peak_reserved_gb": "reserved_bytes.all.peak"}
-    return {name: stats.get(key, 0) / 1e9 for name, key in names.items()}
+    return {name: stats[key] / 1e9 for name, key in names.items() if key in stats}
 
 
 class Clock:

@@ -304,5 +304,5 @@ def seed_step(seed: int, step: int, part: int, device: torch.device) -> None:
     number = seed_of(f"{seed}:step:{step}:{part}")
     # Not `torch.manual_seed`: without CUDA it keeps a note, with a traceback, of every call until CUDA starts.
     torch.default_generator.manual_seed(number)
-    if device.type == "cuda":
-        torch.cuda.manual_seed(number)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(number)

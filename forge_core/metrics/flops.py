@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
+from forge_core.devices import query_device
 from forge_core.job import Job
 
 DENSE_BF16_TFLOPS: Mapping[str, float] = {
@@ -28,6 +29,6 @@ def peak_flops(job: Job, device: torch.device) -> float | None:
     """Peak FLOP/s of one device: `metrics.peak_tflops`, else the table's figure, else None."""
     if job.metrics.peak_tflops:
         return job.metrics.peak_tflops * 1e12
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    name = query_device(device, "get_device_name") or ""
     # None for other devices: an MFU by a guessed peak would be taken for a measurement.
     return next((tflops * 1e12 for part, tflops in DENSE_BF16_TFLOPS.items() if part in name), None)

@@ -18,6 +18,7 @@ from forge_core.contracts.errors import ForgeError, JobError, Problem
 from forge_core.contracts.layout import Layout
 from forge_core.contracts.model import Initialises, Model, misspelt, with_defaults
 from forge_core.contracts.optimizer import roles_of
+from forge_core.devices import device_module, query_device
 from forge_core.job import Job
 from forge_core.parallel.mesh import local_part
 from forge_core.parallel.stages import model_problems
@@ -64,8 +65,10 @@ def fitting_problems(job: Job, layout: Layout, catalog: Catalog) -> list[Problem
     tokenizer = cast("Tokenizer", _TokenizerToBe(size)) if size else None
     refused: list[list[Problem]] = []
     # With "auto", the run chooses the device: a model is refused here only for problems that occur on both.
-    for device in ("cuda", "cpu") if job.train.device == "auto" else (job.train.device,):
+    accelerator = torch.accelerator.current_accelerator() or torch.device("cuda")
+    for device in (accelerator.type, "cpu") if job.train.device == "auto" else (job.train.device,):
         try:
+            device_module(device)
             model = bare_model(job, bare_context(job, layout, catalog, torch.device(device), tokenizer))
             roles_of(model)  # a wrong declaration is a problem of the model, like one that shows while it is built
         except _NotKnownYet:
@@ -200,7 +203,8 @@ def _check_memory(model: Model, device: torch.device) -> None:
     sizes = [(local_part(each).numel(), each.element_size(), each.requires_grad) for each in model.parameters()]
     needed = sum(count * (size + max(size, 4) * trained) for count, size, trained in sizes)
     host = re.search(r"MemAvailable: *(\d+) kB", MEMINFO.read_text() if MEMINFO.exists() else "")
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 1024 * int(host[1]) if host else needed
+    info = query_device(device, "mem_get_info")
+    free = info[0] if info else 1024 * int(host[1]) if host and device.type == "cpu" else needed
     if needed > free:
         what = f"{sum(row[0] for row in sizes):,} parameters on this rank take {needed / 1e9:,.1f} GB with gradients"
         raise JobError.at("model", f"{what}, and {device} has {free / 1e9:,.1f} GB free; see `forge-run plan`")
@@ -248,7 +252,7 @@ def _reset(module: nn.Module, name: str, own: list[tuple[str, nn.Parameter]], de
         )
     whole = _whole_copy(module, device)
     # `reset_parameters` takes numbers from the default generators only, which are put back afterwards.
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
+    with torch.random.fork_rng(devices=[device] if device.type != "cpu" else []), torch.no_grad():
         torch.manual_seed(seed_of(f"{seed}:{name}"))
         whole.reset_parameters()
         for key, parameter in own:

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from forge_core.contracts.errors import JobError
 from forge_core.contracts.layout import Layout, MeshDimension
+from forge_core.devices import device_module
 from forge_core.job import LaunchSection
 from forge_core.launch.rank_process import this_process
 from forge_core.launch.rendezvous import Rendezvous
@@ -33,24 +34,24 @@ def global_rank() -> int:
 
 
 def choose_device(name: str) -> torch.device:
-    """This rank's device. With fewer GPUs than ranks, all ranks use the CPU with `auto`; `cuda` raises JobError."""
+    """This rank's device. With fewer accelerators than ranks, `auto` is the CPU for all, and a name raises JobError."""
     # NCCL refuses two ranks on one GPU, and devices of two kinds could not be in one mesh, so it is all ranks or none.
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    found = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    wanted = found.type if name == "auto" else name
+    count = device_module(wanted).device_count()
+    if wanted == "cpu":
+        return torch.device(wanted)
+    if wanted != found.type:
+        raise JobError.at("train.device", f'is "{name}", but what torch finds here is {found.type}; use it, or "auto"')
     # SLURM may show each task its own GPUs only.
     ranks = 1 if is_rank_of_step(os.environ) else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if name == "cpu" or (name == "auto" and not gpus):
-        return torch.device("cpu")
-    if not gpus:
-        raise JobError.at("train.device", 'is "cuda", but torch finds no CUDA device; use "cpu" or "auto"')
-    if ranks <= gpus:
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % gpus)
-    counts = f"{ranks} ranks on this machine and {gpus} GPU{'s' if gpus > 1 else ''}, which ranks cannot share"
-    if name == "cuda":
-        raise JobError.at(
-            "train.device", f'is "cuda", but there are {counts}; start {gpus}, or set train.device = "cpu"'
-        )
+    if ranks <= count:
+        return torch.device(wanted, int(os.environ.get("LOCAL_RANK", "0")) % count)
+    counts = f"{ranks} ranks on this machine and {count} of {wanted}, which ranks cannot share"
+    if name != "auto":
+        raise JobError.at("train.device", f'is "{name}", but there are {counts}; start {count}, or set it to "cpu"')
     if global_rank() == 0:
-        warnings.warn(f"there are {counts}: training on the CPU, with gloo; start {gpus} to use CUDA", stacklevel=2)
+        warnings.warn(f"there are {counts}: training on the CPU, with gloo; start {count} to use it", stacklevel=2)
     return torch.device("cpu")
 
 
@@ -66,7 +67,8 @@ def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
     # So code has one path, and what works on one process was not another program.
     if not dist.is_initialized():
         # Two backends: metrics, checkpoints and requests are sent from the CPU, without a wait for the GPU.
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        own = dist.get_default_backend_for_device(device)
+        backend = "gloo" if own == "gloo" else f"cpu:gloo,{device.type}:{own}"
         rendezvous = this_process.rendezvous
         rank, size = (rendezvous.world.rank, rendezvous.world.size) if rendezvous else (0, 1)
         store = rendezvous.group_store() if rendezvous else dist.HashStore()  # type: ignore[attr-defined]

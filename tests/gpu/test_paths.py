@@ -18,9 +18,9 @@ from forge_core.vocab_parallel import combine_mean
 from forge_plugin_transformer.document_backends import DocumentChoice
 from forge_plugin_transformer.modules import rotary
 from forge_plugin_transformer.modules.attention_core import torch_attention
+from forge_testing.pretend import NAME, on_device, reset_waits, waits
 from gpu.bench import Bench
-from gpu.rehearsal import META, rehearse
-from gpu.runs import decoder, experts, load, merged
+from gpu.runs import decoder, experts, load, merged, steps_of
 
 
 @pytest.fixture
@@ -28,43 +28,53 @@ def bench(tmp_path: Path) -> Bench:
     return Bench(torch.device("cpu"), True, tmp_path)
 
 
-def test_a_rehearsal_notices_a_number_read_on_the_host(bench: Bench) -> None:
-    job = load(bench, merged(decoder(bench), {"train": {"global_batch_size": 2}, "optimizer": {"type": "lion"}}))
-    with pytest.raises(RuntimeError, match="meta tensors"):
-        rehearse(job)  # the policy for what is not finite decides on the host
-
-
 def test_packed_documents_are_told_apart_by_a_mask_without_a_wait(bench: Bench) -> None:
-    train = {"global_batch_size": 2, "precision": "fp32"}
-    ids = (torch.arange(64) // 16).expand(2, -1)
-    rehearse(
-        load(bench, decoder(bench, train=train)), {"document_ids": ids, "positions": torch.arange(64).expand(2, -1)}
-    )
+    train = {"global_batch_size": 2, "micro_batch_size": 2, "precision": "fp32", "device": NAME}
+    assert on_device(packed_steps, bench, decoder(bench, train=train, optimizer={"type": "adamw"})) == {}
+
+
+def packed_steps(bench: Bench, tables: dict[str, Any]) -> dict[Any, int]:
+    with steps_of(load(bench, tables)) as made:
+        entries = {"document_ids": torch.arange(64) // 16, "positions": torch.arange(64)}
+        on_device = {name: entry.expand(2, -1).to(NAME) for name, entry in entries.items()}
+        batches = [batch | on_device for batch in made.loader.next_step()]
+        reset_waits()
+        for step in range(2):
+            made.stepper.gradients(batches, step)
+        return dict(waits())
 
 
 def test_the_plan_tells_of_waits_for_bounds_and_for_rows(bench: Bench) -> None:
     assert "the host waits" in DocumentChoice("varlen", "the fastest").reason
     assert DocumentChoice("mask", "the fastest").reason == "the fastest"
-    job = load(bench, decoder(bench, model={"ffn": experts(8, 2, 64)}, train={"global_batch_size": 2}))
-    run = rehearse(job)
-    chosen = [why for what, _, why in run.outline.backend_choices if what == "experts"]
-    assert not any("waits" in why for why in chosen)
-    capped = merged(decoder(bench, train={"global_batch_size": 2}), {"model": {"ffn": experts(8, 2, 64)}})
-    capped["model"]["ffn"]["capacity_factor"] = 1.0
-    assert "the host waits in every layer" in _experts_choice(load(bench, capped))
+    plain = decoder(bench, model={"ffn": experts(8, 2, 64)}, train={"global_batch_size": 2, "device": NAME})
+    of_plain, of_capped = on_device(
+        choices_of_experts, bench, [plain, merged(plain, {"model": {"ffn": {"capacity_factor": 1.0}}})]
+    )
+    assert not any("waits" in why for why in of_plain)
+    assert any("the host waits in every layer" in why for why in of_capped)
 
 
-def _experts_choice(job: Any) -> str:
-    from gpu.rehearsal import _build
-
-    return next(why for what, _, why in _build(job).outline.backend_choices if what == "experts")
+def choices_of_experts(bench: Bench, jobs: list[dict[str, Any]]) -> list[list[str]]:
+    found = []
+    for tables in jobs:
+        with steps_of(load(bench, tables)) as made:
+            found.append([why for what, _, why in made.run.outline.backend_choices if what == "experts"])
+    return found
 
 
 def test_metrics_of_two_devices_make_one_line() -> None:
     """The gradient norm of offloaded parameters is on the host, the loss on the device."""
-    tracker = Tracker(lambda record: None)
-    with pytest.raises(NotImplementedError, match="meta"):  # reached: nothing was mixed on the way to the host
-        tracker.put({}, {"loss": torch.zeros((), device=META), "grad_norm": torch.ones(())})
+    assert on_device(one_line) == {"loss": 0.0, "grad_norm": 1.0}
+
+
+def one_line() -> dict[str, Any]:
+    lines: list[dict[str, Any]] = []
+    tracker = Tracker(lines.append)
+    tracker.put({}, {"loss": torch.zeros((), device=NAME), "grad_norm": torch.ones(())})
+    assert waits() == {}
+    tracker.flush()
+    return lines[0]
 
 
 def test_angles_of_positions_are_sent_to_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +108,8 @@ def workspace_variable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("workspace_variable")
 def test_deterministic_runs_set_what_cublas_needs_for_it(bench: Bench) -> None:
-    rehearse(load(bench, decoder(bench, train={"global_batch_size": 2, "deterministic": True})), steps=1)
+    with steps_of(load(bench, decoder(bench, train={"global_batch_size": 2, "deterministic": True}))):
+        pass
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 

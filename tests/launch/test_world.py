@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
@@ -124,13 +126,26 @@ def test_the_first_host_keeps_its_zeros_whatever_follows(ranges, other):
 
 
 def test_more_ranks_than_gpus_train_on_the_cpu_and_say_so(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     for name, value in (TORCHRUN | {"RANK": "0", "LOCAL_WORLD_SIZE": "4"}).items():
         monkeypatch.setenv(name, value)
-    with pytest.warns(UserWarning, match=naming("4 ranks", "2 GPUs", "CPU")):
+    with pytest.warns(UserWarning, match=naming("4 ranks", "2 of cuda", "CPU")):
         assert choose_device("auto") == torch.device("cpu")
-    with refuses("train.device", '"cuda"', "4 ranks", "2 GPUs"):
+    with refuses("train.device", '"cuda"', "4 ranks", "2 of cuda"):
         choose_device("cuda")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert choose_device("auto") == torch.device("cuda", 1)
+
+
+@pytest.mark.parametrize("name", ["cdua", "npu", "cuda:1", "meta"])
+def test_a_device_that_torch_does_not_know_is_refused_by_name(name):
+    with refuses("train.device", f'"{name}"'):
+        choose_device(name)
+
+
+def test_a_module_of_a_vendor_without_what_a_run_needs_is_refused_with_what_it_lacks(monkeypatch):
+    module = SimpleNamespace(device_count=lambda: 1, synchronize=lambda: None)
+    monkeypatch.setattr(torch, "get_device_module", lambda name: module)
+    with refuses("train.device", '"hpu"', "lacks Event, manual_seed"):
+        choose_device("hpu")

@@ -38,7 +38,7 @@ WRITTEN = {
 """Names of keys that are paths of what a run writes."""
 NO_PATHS = {
     "accept_changes", "after", "answer", "architecture", "backend", "base_url", "before", "begin_of_text", "between",
-    "best_metric", "branch", "chat_variables", "clip", "colours", "completion", "config", "content",
+    "best_metric", "branch", "chat_variables", "clip", "colours", "completion", "config", "content", "device",
     "directions", "edits", "end", "end_of_text", "entity", "exclude", "factory", "fault", "field", "freeze",
     "gradients", "group", "held_out", "held_out_split", "host", "image", "image_token", "images", "include",
     "feature_row", "key", "labels", "layers", "lighthouse", "match", "messages", "name", "names", "options", "overview",

@@ -27,7 +27,7 @@ class HasGraphBreak(Protocol):
     """A component of a model whose module may need a number on the host, as `forge_plugin_moe.MoE` does."""
 
     def graph_break(self, precision: str, device: str, backend: str) -> str:
-        """Returns what the host waits for with this `train.precision` on "cpu" or "cuda"; empty: nothing.
+        """Returns what the host waits for with this `train.precision` on a device, as "cpu" or "cuda"; empty: nothing.
 
         A backend that only traces, such as `eager`, may take what `inductor` cannot.
         """

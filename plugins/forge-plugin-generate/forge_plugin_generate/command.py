@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from forge_core.cli.command_line import with_examples
 from forge_core.contracts.errors import ExitCode, JobError, Problem
@@ -352,7 +352,7 @@ class Trained(NamedTuple):
 
 
 def load_model_and_tokenizer(
-    path: Path | str, device: Literal["auto", "cpu", "cuda"] = "auto", run: Path | None = None
+    path: Path | str, device: str = "auto", run: Path | None = None
 ) -> tuple[Model, Tokenizer]:
     """Load model and tokenizer as `load_trained`."""
     trained = load_trained(path, device, run)
@@ -361,7 +361,7 @@ def load_model_and_tokenizer(
 
 def load_trained(
     path: Path | str,
-    device: Literal["auto", "cpu", "cuda"] = "auto",
+    device: str = "auto",
     run: Path | None = None,
     check: Callable[[Tokenizer], object] = lambda tokenizer: None,
     overrides: Sequence[str] = (),
@@ -370,7 +370,7 @@ def load_trained(
 
     Args:
         path: the run folder, whose newest checkpoint is taken, or the checkpoint.
-        device: device of the model; "auto" takes a GPU if there is one.
+        device: device of the model; as `train.device`; "auto" takes an accelerator if there is one.
         run: run folder with the tokenizer, if the checkpoint is elsewhere.
         check: is called with the tokenizer before the model is loaded, which may take long.
         overrides: keys of the job to change, `--section.key=value`. Several ranks share the model by the stages that

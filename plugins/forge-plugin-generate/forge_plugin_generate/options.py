@@ -78,7 +78,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--run", type=Path, metavar="FOLDER", help="run folder with the tokenizer, if the checkpoint is elsewhere"
     )
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where to compute (auto)")
+    parser.add_argument("--device", default="auto", help="where to compute, as the key train.device (auto)")
     parser.add_argument(
         "--speculate",
         action="store_true",
@@ -112,8 +112,10 @@ def check_path(path: Path, device: str) -> None:
         raise JobError(f"{path} is a published model, not a run; make a run of it by `{command}`, and name {run}")
     if not (path / MANIFEST).is_file() and not path.name.startswith("step-") and not storage_of(path).steps():
         raise JobError(f"{path} is neither a checkpoint nor a run folder with checkpoints")
-    if device == "cuda":
-        import torch
+    if device not in ("auto", "cpu"):
+        from forge_core.parallel.mesh import choose_device
 
-        if not torch.cuda.is_available():
-            raise JobError("--device cuda: torch finds no CUDA device; use cpu or auto")
+        try:
+            choose_device(device)
+        except JobError as error:
+            raise JobError(f"--device {error.problems[0].message}") from None

@@ -273,7 +273,7 @@ class MoE(FFNComponent):
         """The wait for counts of tokens; see `forge_plugin_compile.compile.HasGraphBreak`."""
         if self.capacity_factor:
             return LEFT_CHOICES
-        grouped = ("bf16",) if device == "cuda" else ("bf16", "fp32")  # as `modules.experts.runs_grouped`
+        grouped = ("bf16", "fp32") if device == "cpu" else ("bf16",)  # as `modules.experts.runs_grouped`
         if backend != "inductor" or self.backend == "grouped_mm" or (self.backend == "auto" and precision in grouped):
             return ""  # other backends take sizes that are not known yet
         where = "" if precision == "fp64" else f" on {device}"

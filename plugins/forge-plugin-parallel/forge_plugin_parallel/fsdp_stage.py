@@ -48,7 +48,7 @@ class FSDPStage(ParallelStage):
         self._owns_gradients = False
         self._units: list[FSDPModule] = []
         if component.offload:
-            self._offload = CPUOffloadPolicy(pin_memory=context.device.type == "cuda")
+            self._offload = CPUOffloadPolicy(pin_memory=context.device.type != "cpu")
             self.parameter_device = torch.device("cpu")
 
     def apply(self, model: Model) -> Model:

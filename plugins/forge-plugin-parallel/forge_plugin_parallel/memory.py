@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from forge_core.contracts.optimizer import NamedParameter, NamedParameters
+from forge_core.devices import query_device
 from forge_core.parallel.mesh import local_part
 from forge_kit.torch_internals import FakeTensorMode, TorchDispatchMode, buffers_of, parameters_of, tree_leaves
 
@@ -150,8 +151,8 @@ def gradient_bytes(model: Model) -> Bytes:
 
 def device_memory(device: torch.device) -> Bytes:
     """Returns bytes that this rank can still allocate on its device; on a CPU, its share of the host."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+    if info := query_device(device, "mem_get_info"):
+        return info[0]
     # Ranks on one host share its memory equally
     return host_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 

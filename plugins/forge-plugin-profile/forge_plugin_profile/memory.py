@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from forge_core.devices import query_device
 from forge_plugin_profile.torch_internals import begin_memory_history, dump_memory_history, end_memory_history
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class MemoryHistory:
 
 
 def peak_gb(device: torch.device) -> float:
-    """Returns the peak in 10^9 bytes: of a GPU since the end of the step before, of a CPU's process so far."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 1e9
+    """Returns the peak in 10^9 bytes: of an accelerator since the end of the step before, of a CPU's process so far."""
+    if device.type != "cpu":
+        return (query_device(device, "max_memory_allocated") or 0) / 1e9
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e9  # which getrusage states in kB

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forge_core.devices import query_device
 from forge_core.metrics.flops import peak_flops
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def model_facts(context: TrainContext) -> dict[str, Any]:
     return {
         "layout": str(layout),
         "world_size": layout.world_size,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "device": query_device(device, "get_device_name") or device.type,
         "precision": job.train.precision,
         "tokens": tokens,
         "peak_flops": peak_flops(job, device),

@@ -144,7 +144,7 @@ class Profile(TrainingHook):
 
 
 def device_type(context: TrainContext) -> str:
-    """Returns `cuda` or `cpu`."""
+    """Returns the type of the run's device, as `cuda`."""
     assert context.build is not None
     return context.build.device.type
 

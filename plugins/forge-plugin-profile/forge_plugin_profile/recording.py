@@ -9,7 +9,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch.profiler import ProfilerAction, ProfilerActivity, profile
+from torch.profiler import ProfilerAction, profile, supported_activities
 
 from forge_core.launch.progress_beacon import report_progress
 from forge_core.parallel.mesh import gather_objects, global_rank
@@ -38,9 +38,9 @@ class Recording:
         self._first, self._device, self._step = first, context.build.device, context.step
         self._facts: dict[str, Any] = {"first_step": first, **model_facts(context)}
         self._peaks: list[float] = []
-        activities = [ProfilerActivity.CPU]
-        if self._device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
+        # By name, as `ProfilerActivity.CUDA`, of a device that torch's profiler records
+        able = {activity.name.lower(): activity for activity in supported_activities()}
+        activities = [able[kind] for kind in dict.fromkeys(("cpu", self._device.type)) if kind in able]
         self._profiler = profile(
             activities=activities,
             schedule=self._action,

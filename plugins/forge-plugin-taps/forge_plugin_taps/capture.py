@@ -7,6 +7,7 @@ them on one rank.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,7 +39,7 @@ class Drawn:
     """The same between blocks, where sequence parallel divides positions."""
     columns: Mapping[str, Tensor] = field(repr=False)
     """(B, n) by names of `FROM_BATCH`, on the CPU once `copied` has happened."""
-    copied: torch.cuda.Event | None = None
+    copied: Any = None
 
 
 @frozen

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -320,7 +320,7 @@ class Recorder:
     def _to_device(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.context.device, non_blocking=True)
 
-    def _columns(self, batch: Batch, inside: Tensor) -> tuple[Mapping[str, Tensor], torch.cuda.Event | None]:
+    def _columns(self, batch: Batch, inside: Tensor) -> tuple[Mapping[str, Tensor], Any]:
         """Copies the facts about the sampled tokens to the host, without a wait: (B, n) each."""
         # Places of other ranks are -1; what is read for them is dropped
         at = inside.clamp(min=0)
@@ -330,9 +330,7 @@ class Recorder:
             if entry in batch:
                 columns[name] = batch[entry].unsqueeze(1).expand_as(at)
         copies = {name: column.to("cpu", non_blocking=True) for name, column in columns.items()}
-        if self.context.device.type != "cuda":
-            return copies, None
-        copied = torch.cuda.Event()
+        copied = torch.get_device_module(self.context.device).Event()
         # On the stream of the copies, so that only they are waited for
         copied.record()
         return copies, copied

@@ -82,14 +82,15 @@ class StatisticsSink(Sink):
             figures = torch.stack([torch.cat(parts) for parts in points.values()])
             # Read in `settle`: the step does not wait for the copy
             self._pending = sample.step, names, figures.to("cpu", non_blocking=True)
+            self._copied = torch.get_device_module(self.context.device).Event()
+            self._copied.record()
 
     def settle(self) -> None:
         """Writes the line of the last sampled step, whose copy has arrived by now. Rank 0 only."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            if self.context.device.type == "cuda":
-                # The copy was made without a wait, and the host must not read its memory before it has ended
-                torch.cuda.current_stream().synchronize()
+            # The copy was made without a wait, and the host must not read its memory before it has ended
+            self._copied.synchronize()
             self._write(*pending)
 
     def metrics(self) -> Mapping[str, float | Tensor]:

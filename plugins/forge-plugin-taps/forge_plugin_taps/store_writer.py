@@ -43,7 +43,8 @@ class _Pending:
     sample: Sample
     rows: dict[str, tuple[Tensor, Tensor]] = field(factory=dict)
     """By point: numbers of the rows that this rank writes (m,), and their values (m, …) on the CPU."""
-    copied: torch.cuda.Event | None = None
+    copied: Any = None
+    """The event behind the copies."""
 
 
 class StoreError(ForgeError):
@@ -67,7 +68,7 @@ class StoreWriter(Sink):
         self._folder, self._keep, self._taps = context.folder / FOLDER, component.keep, taps
         self._fails = component.on_error == "fail"
         self._sharers = group_along(Division.of(context.job, context.layout).features, context.mesh)
-        self._cuda = context.device.type == "cuda"
+        self._device = context.device
         self._job = context.folder / JOB
         self._seed = context.job.job.seed
         self._pending: _Pending | None = None
@@ -91,10 +92,9 @@ class StoreWriter(Sink):
             if part is not None and part.counted:
                 rows, values = self._own_rows(part)
                 pending.rows[name] = rows, values.to("cpu", non_blocking=True)
-        if self._cuda:
-            # After the copies of all points, which are on one stream: one event is enough
-            pending.copied = torch.cuda.Event()
-            pending.copied.record()
+        # After the copies of all points, which are on one stream: one event is enough
+        pending.copied = torch.get_device_module(self._device).Event()
+        pending.copied.record()
 
     def _own_rows(self, part: LocalPart) -> tuple[Tensor, Tensor]:
         """Returns the rows that this rank writes, whole. Collective over ranks that share features."""
@@ -114,8 +114,7 @@ class StoreWriter(Sink):
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        if pending.copied is not None:
-            pending.copied.synchronize()
+        pending.copied.synchronize()
         self._try(lambda: self._store(pending))
 
     def _try(self, work: Callable[[], None]) -> None:

@@ -35,6 +35,8 @@ SUPPORTED: Mapping[str, Mapping[str, frozenset[str]]] = {
     "cuda": {"flash": HALF, "cudnn": HALF, "efficient": HALF | {"float32"}, "math": FLOATS, "gemm": FLOATS},
 }
 """Dtypes that each backend supports, by device."""
+ELSEWHERE: Mapping[str, frozenset[str]] = {"math": FLOATS, "gemm": FLOATS}
+"""What any other device supports: kernels that consist of torch's operators."""
 WITH_SINKS: Mapping[str, Sequence[Kernel]] = {"cpu": ("flash", "gemm", "math"), "cuda": ("gemm", "math")}
 """Kernels that compute sinks, by device, the one to prefer without measurements first."""
 WITH_SOFT_CAP: Sequence[Kernel] = ("gemm", "math")
@@ -54,7 +56,7 @@ WITH_MASK: Mapping[str, Sequence[Kernel]] = {
 def scoring_kernels(device: str, scoring: Scoring) -> Sequence[Kernel] | None:
     """Returns the kernels that compute such scores on a device, the one to prefer first; None: all of them."""
     if scoring.dense_mask:
-        able = WITH_MASK.get(device, ("math",))
+        able = WITH_MASK.get(device, ("torch", "math", "gemm"))
         if not scoring.plain_softmax:
             # On a CPU, `flash` has sinks without a matrix only
             able = [kernel for kernel in WITH_SOFT_CAP if kernel in able]
@@ -62,7 +64,7 @@ def scoring_kernels(device: str, scoring: Scoring) -> Sequence[Kernel] | None:
         return [kernel for kernel in able if kernel != "gemm" or scoring.causal]
     if scoring.soft_cap:
         return WITH_SOFT_CAP
-    return WITH_SINKS.get(device, ("math",)) if scoring.sinks else None
+    return WITH_SINKS.get(device, ("gemm", "math")) if scoring.sinks else None
 
 
 def width_kernels(
@@ -182,7 +184,7 @@ def choose_backend(backend: Backend, context: BuildContext, head_dim: int, scori
 
 def backend_problem(backend: Backend, device: str, dtype: str, scoring: Scoring = PLAIN) -> str | None:
     """Returns why a backend cannot run on a device in a dtype, with those that can; None if it can."""
-    supported, among = SUPPORTED.get(device, {}), scoring_kernels(device, scoring)
+    supported, among = SUPPORTED.get(device, ELSEWHERE), scoring_kernels(device, scoring)
     runs = [name for name, dtypes in supported.items() if dtype in dtypes]
     able = [name for name in runs if among is None or name in among]
     if backend == "auto" or backend in able:

@@ -45,6 +45,8 @@ SUPPORTED: Mapping[str, Mapping[Way, frozenset[Kernel]]] = {
     },
 }
 """Kernels for each way, by device, the way with the least computation first. `varlen` needs half precision."""
+ELSEWHERE: Mapping[Way, frozenset[Kernel]] = {"mask": frozenset({"torch", "math", "gemm"})}
+"""The same for any other device. `segments` reads the bounds of documents on the host, which would wait for it."""
 
 
 @frozen
@@ -193,7 +195,7 @@ def documents_problem(
 
 def able(device: str, dtype: str, kernel: Kernel, scoring: Scoring = PLAIN) -> list[Way]:
     """Returns the ways that a kernel supports, the one with the least computation first."""
-    ways = [way for way, kernels in SUPPORTED[device].items() if kernel in kernels]
+    ways = [way for way, kernels in SUPPORTED.get(device, ELSEWHERE).items() if kernel in kernels]
     if dtype not in HALF:
         # `varlen_attn` calls the flash kernel of CUDA, which has no float32
         ways = [way for way in ways if way != "varlen"]

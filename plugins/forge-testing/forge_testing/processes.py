@@ -61,8 +61,8 @@ def prepare_to_fork() -> None:
     threads. It starts them for devices only; but a CUDA build of torch without a GPU has a device as soon as a
     `FakeTensorMode` was entered, which compilation and plans do. So the first backward pass has to be before that.
     """
-    # With a GPU it would start the threads itself.
-    if torch.cuda.device_count() == 0:
+    # With a GPU it would start the threads itself; and a build for the CPU never has such a device.
+    if torch.backends.cuda.is_built() and torch.cuda.device_count() == 0:
         torch.zeros(1, requires_grad=True).sum().backward()
 
 

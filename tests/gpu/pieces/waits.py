@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -14,8 +14,9 @@ import torch
 from attrs import define
 
 from forge_core import TrainingHook
+from forge_testing.pretend import NAME, on_device, reset_waits
+from forge_testing.pretend import waits as waits_so_far
 from gpu.bench import Bench, missing, piece
-from gpu.rehearsal import rehearse
 from gpu.runs import decoder, experts, load, merged, train
 
 IGNORING = {"train": {"non_finite": "ignore"}}
@@ -58,51 +59,71 @@ DECLARED: dict[str, dict[str, Any]] = {
 @piece("waits", "steps and their metrics with no wait that is not declared (set_sync_debug_mode)")
 def waits(bench: Bench) -> None:
     if not bench.on_gpu:
-        bench.notes.append(
-            "Steps on the meta device, where reading a number raises, in the place of CUDA's debug mode."
-        )
-    for declared, jobs in ((False, SILENT), (True, DECLARED)):
-        for name, changes in jobs.items():
-            if missing(["torchao"]) and ("float8" in str(changes) or "8bit" in str(changes)):
-                bench.row("not tried", job=name, why="torchao is not installed")
-                continue
-            with bench.case(name):
-                _count(bench, name, changes, declared)
+        bench.notes.append("Steps on the pretended device, which counts waits, in the place of CUDA's debug mode.")
+    jobs = {
+        name: (changes, declared)
+        for declared, jobs in ((False, SILENT), (True, DECLARED))
+        for name, changes in jobs.items()
+    }
+    tried = {}
+    for name, (changes, _) in jobs.items():
+        if missing(["torchao"]) and ("float8" in str(changes) or "8bit" in str(changes)):
+            bench.row("not tried", job=name, why="torchao is not installed")
+        else:
+            tried[name] = changes
+    counted = {} if bench.on_gpu else on_device(_count_all, bench, tried)
+    for name, changes in tried.items():
+        with bench.case(name):
+            places = _on_gpu(bench, name, changes) if bench.on_gpu else counted[name]
+            _compare(bench, name, places, jobs[name][1])
 
 
-def _count(bench: Bench, name: str, changes: dict[str, Any], declared: bool) -> None:
-    places = (_on_gpu if bench.on_gpu else _rehearsed)(bench, changes)
+def _compare(bench: Bench, name: str, places: list[str], declared: bool) -> None:
     bench.row("waits", job=name, declared=declared, waits=len(places), first=places[0] if places else "")
     bench.check(bool(places) <= declared, f"{name}: the host waits at {', '.join(sorted(set(places)))}")
     bench.check(bool(places) >= declared, f"{name}: says that it waits, and does not")
 
 
-def _job(bench: Bench, changes: dict[str, Any]) -> Any:
+def _job(bench: Bench, name: str, changes: dict[str, Any]) -> Any:
     small = {"dim": 64, "layers": 2, "attention": {"heads": 4, "kv_heads": 2}, "ffn": {"hidden": 128}}
     sections = merged(decoder(bench, model=small, train={"steps": 8, "seq_len": 64}), changes)
     sections["checkpoint"] = {"interval": 0}
+    sections["job"]["name"] = re.sub(r"\W+", "-", name)  # each job its own run: it would continue another one's
     if sections["optimizer"]["type"].startswith("schedule_free"):
         sections["optimizer"].pop("lr", None)
     return load(bench, sections)
 
 
-def _rehearsed(bench: Bench, changes: dict[str, Any]) -> list[str]:
-    sections = merged(changes, {"train": {"global_batch_size": 2}})
-    # An update that is compiled as a whole is traced all the same, where a number that is read raises
-    traced = partial(torch.compile, backend="eager")
-    try:
-        with patch.object(torch, "compile", traced):
-            rehearse(_job(bench, sections))
-    except (RuntimeError, NotImplementedError) as error:
-        if "meta" not in str(error):
-            raise
-        return [_place(traceback.extract_tb(error.__traceback__))]
-    return []
+def _count_all(bench: Bench, jobs: dict[str, dict[str, Any]]) -> dict[str, list[str]]:
+    """Where the host waits in the fifth step of each job, on the pretended device."""
+    # What is compiled as a whole is called as it is: the device has no compiler
+    with patch.object(torch, "compile", lambda function=None, **options: function or (lambda inner: inner)):
+        return {name: _count(bench, name, changes) for name, changes in jobs.items()}
 
 
-def _on_gpu(bench: Bench, changes: dict[str, Any]) -> list[str]:
+def _count(bench: Bench, name: str, changes: dict[str, Any]) -> list[str]:
+    watch = PretendedWatch()
+    train(_job(bench, name, merged(changes, {"train": {"device": NAME, "global_batch_size": 2, "steps": 6}})), watch)
+    return watch.places
+
+
+@define(kw_only=True, slots=False)
+class PretendedWatch(TrainingHook):
+    """As `Watch`, on the pretended device."""
+
+    def __attrs_post_init__(self) -> None:
+        self.places: list[str] = []
+
+    def on_step_begin(self, context: Any) -> None:
+        if context.step == 4:
+            reset_waits()
+        elif context.step == 5:
+            self.places = [where.rsplit("/", 1)[-1] for _, where in waits_so_far().elements()]
+
+
+def _on_gpu(bench: Bench, name: str, changes: dict[str, Any]) -> list[str]:
     watch = Watch()
-    job = _job(bench, changes)
+    job = _job(bench, name, changes)
     with watch.recording():
         train(job, watch)
     return watch.places

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MethodType
-from typing import Any, Literal
+from typing import Any
 
 import attrs
 import torch
@@ -115,7 +115,7 @@ def _named(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 def load_model(
     path: Path | str,
     *,
-    device: Literal["auto", "cpu", "cuda"] = "auto",
+    device: str = "auto",
     dtype: str | torch.dtype | None = None,
     run: Path | str | None = None,
     parallel: Mapping[str, Any] | bool = False,
@@ -127,7 +127,7 @@ def load_model(
 
     Args:
         path: a run folder, of which the newest intact checkpoint is meant, or a checkpoint.
-        device: `auto` takes a GPU if there is one.
+        device: as `train.device`; `auto` takes an accelerator if there is one.
         dtype: compute dtype, `bf16`, `fp32` or `fp64`; by default the dtype of its training.
         run: run folder with the tokenizer, where the checkpoint is elsewhere.
         parallel: stages by which ranks share the model, all of which call this: a table like `[parallel]`, or True for
@@ -173,6 +173,6 @@ def _folder(job: Job, checkpoint: Path, first: Path) -> Path | None:
 
 def _on_device(job: Job, device: Any, dtype: Any) -> Job:
     precision: Any = next((name for name, value in DTYPES.items() if value == dtype), dtype or job.train.precision)
-    if device not in ("auto", "cpu", "cuda") or precision not in DTYPES:
-        raise JobError(f"device is auto, cpu or cuda, and dtype {', '.join(DTYPES)}; got {device} and {precision}")
+    if precision not in DTYPES:
+        raise JobError(f"dtype is one of {', '.join(DTYPES)}; got {precision}")
     return attrs.evolve(job, train=attrs.evolve(job.train, device=device, precision=precision))

@@ -210,7 +210,7 @@ class ForgeLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
 
     def _at_a_time(self) -> int:
         """Returns for how many scored positions logits are held."""
-        return max(AT_LEAST, LOGITS[self._device.type == "cuda"] // self._tokenizer.vocab_size // 32 * 32)
+        return max(AT_LEAST, LOGITS[self._device.type != "cpu"] // self._tokenizer.vocab_size // 32 * 32)
 
     def _log_probabilities(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """(N, D) and (N,) -> the labels' log-probabilities (N,), float64, and whether each is the likeliest, (N,)."""

@@ -290,6 +290,6 @@ def _knows_sizes(x: Tensor) -> bool:
 
 def runs_grouped(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether `grouped_mm` computes such products."""
-    if device.type == "cuda":
+    if device.type != "cpu":
         return dtype == torch.bfloat16
     return dtype in GROUPED

@@ -52,7 +52,7 @@ class MoELayer(nn.Module):
         self._auxiliary = context.auxiliary
         self._load = context.auxiliary.counter(LOAD, context.layer)
         self._number, self._capacity = component.experts, component.capacity_factor
-        self._sequences, self._on_gpu = Sequences.of(context), context.device.type == "cuda"
+        self._sequences, self._on_gpu = Sequences.of(context), context.device.type != "cpu"
         self.backend, self._why = choose_backend(component.backend, context)
         self.router = context.at("router").build(component.router, dim=dim, experts=component.experts)
         self._sets: Mapping[str, int] = getattr(self.router, "expert_sets", {})

@@ -88,13 +88,13 @@ def _join(device: torch.device, size: int) -> None:
 
 def _gpu(device: torch.device) -> tuple[str, list[str]]:
     """The GPU of this rank, and its faults."""
-    if device.type != "cuda":
-        return f"none ({os.cpu_count()} CPUs)", []
-    import torch
+    from forge_core.devices import query_device
 
+    name = query_device(device, "get_device_name")
+    if device.type != "cuda":
+        return name or f"none ({os.cpu_count()} CPUs)", []
     from forge_plugin_resilience.health.nvml import NoNVML, device_of, faults, load_nvml, warnings_of
 
-    name = torch.cuda.get_device_name(device)
     try:
         reading = device_of(load_nvml(), device).read()
     except NoNVML as error:

@@ -205,8 +205,7 @@ def _exchange(tensor: torch.Tensor, peer: int) -> None:
 def _wait(device: torch.device) -> None:
     import torch
 
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    torch.get_device_module(device).synchronize()
 
 
 def pairings(count: int, rounds: int) -> Iterator[list[tuple[int, int]]]:

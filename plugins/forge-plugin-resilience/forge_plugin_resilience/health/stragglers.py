@@ -34,8 +34,8 @@ REMEMBERED = 64
 """Changes of ratios, of all ranks together, that say how noisy the machine is."""
 CAUTION = 2.0
 """Times the median change by which a ratio must exceed `slow`."""
-MATMUL = {"cuda": 4096, "cpu": 256}
-"""Side of the matrices of the micro-benchmark: some tenths of a millisecond to some milliseconds."""
+MATMUL = (256, 4096)
+"""Side of the micro-benchmark's matrices on a CPU and an accelerator: some tenths of a millisecond to milliseconds."""
 
 
 @frozen(kw_only=True)
@@ -163,18 +163,17 @@ def matmul_ms(device: torch.device) -> float:
     """Milliseconds of a product of two square matrices on this rank's device: the fastest of some."""
     import torch
 
-    size = MATMUL.get(device.type, MATMUL["cpu"])
+    size = MATMUL[device.type != "cpu"]
+    wait = torch.get_device_module(device).synchronize
     # On a CPU, bfloat16 may be emulated, which takes many times as long
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = torch.bfloat16 if device.type != "cpu" else torch.float32
     one = torch.ones(size, size, device=device, dtype=dtype)
     fastest = float("inf")
     for _ in range(PRODUCTS):  # the first one loads the kernel, and is never the fastest
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        wait()
         began = time.perf_counter()
         one @ one
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        wait()
         fastest = min(fastest, time.perf_counter() - began)
     return 1e3 * fastest
 

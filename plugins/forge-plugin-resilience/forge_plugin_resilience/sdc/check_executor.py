@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from forge_core.contracts.runtime import StepOutput
+from forge_core.devices import query_device
 from forge_core.parallel.layout import micro_batches
 from forge_core.parallel.mesh import gather_objects, global_rank
 from forge_kit.nn.recomputing import Recomputing
@@ -215,7 +216,7 @@ class Before:
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model, self._device = model, device
         self._generator = torch.get_rng_state()
-        self._device_generator = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        self._device_generator = query_device(device, "get_rng_state")
         # A forward pass may change buffers, such as running statistics, as it advances the generators
         self._buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
 
@@ -224,7 +225,7 @@ class Before:
         """Put them back, so that a step is computed as if for the first time."""
         torch.set_rng_state(self._generator)
         if self._device_generator is not None:
-            torch.cuda.set_rng_state(self._device_generator, self._device)
+            torch.get_device_module(self._device).set_rng_state(self._device_generator, self._device)
         for name, buffer in self._model.named_buffers():
             buffer.copy_(self._buffers[name])
         for parameter in self._model.parameters():

@@ -44,8 +44,8 @@ class SDC(Plugin):
 
     @hookimpl
     def forge_validate_job(self, job: Job) -> Iterable[Problem]:
-        """Requires deterministic kernels or a tolerance where the job names CUDA."""
-        if job.train.device == "cuda":
+        """Requires deterministic kernels or a tolerance where the job names an accelerator."""
+        if job.train.device not in ("auto", "cpu"):
             yield from self._not_repeatable(job)
 
     @hookimpl
@@ -60,7 +60,7 @@ class SDC(Plugin):
         from forge_plugin_resilience.sdc.check_executor import CheckedExecutor
 
         # Here too: only now is it known what the device `auto` is.
-        if context.device.type == "cuda" and (problems := list(self._not_repeatable(context.job))):
+        if context.device.type != "cpu" and (problems := list(self._not_repeatable(context.job))):
             raise JobError(problems)
         executor = yield
         return CheckedExecutor(self, executor, model, context)

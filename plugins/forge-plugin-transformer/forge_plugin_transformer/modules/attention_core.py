@@ -207,8 +207,8 @@ def torch_attention(
     if kernel == "flash" and mask is not None and on_cuda:
         raise ValueError("the flash kernel takes no mask (document_ids) on cuda; set attention.backend to another")
     # On CUDA the flash kernel alone takes groups, and it takes neither masks nor float32: torch would fall back to the
-    # matrix of all pairs of positions.
-    if kernel in WITHOUT_GROUPS or (on_cuda and (mask is not None or q.dtype not in FLASH_ON_CUDA)):
+    # matrix of all pairs of positions. Of other devices nothing is known.
+    if kernel in WITHOUT_GROUPS or (q.device.type != "cpu" and (mask is not None or q.dtype not in FLASH_ON_CUDA)):
         k, v = (tensor.repeat_interleave(q.shape[2] // tensor.shape[2], 2) for tensor in (k, v))
     q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
     with _only(kernel):

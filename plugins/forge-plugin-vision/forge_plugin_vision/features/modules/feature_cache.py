@@ -146,7 +146,7 @@ class CachedVision(Vision):
         rows, patches, device = *batch[PATCHES].shape[:2], batch[PATCHES].device
         sizes = (self.tower.outputs, rows, patches, self.encoder.width)
         # Pinned, so that the host continues during the copy to the device
-        outputs = torch.zeros(sizes, dtype=self.tower.dtype, pin_memory=device.type == "cuda")  # type: ignore[arg-type]
+        outputs = torch.zeros(sizes, dtype=self.tower.dtype, pin_memory=device.type != "cpu")  # type: ignore[arg-type]
         for image in images:
             if image.key in kept:
                 outputs[:, image.row, image.start : image.stop] = kept[image.key]

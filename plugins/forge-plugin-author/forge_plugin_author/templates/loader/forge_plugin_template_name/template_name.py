@@ -33,7 +33,7 @@ class TemplateName(LoaderComponent):
     def build(
         self, context: BuildContext, reader: SampleReader, units: Iterator[Sequence[SampleRow]], units_per_step: int
     ) -> Generator[LoadedRows]:
-        return _read_ahead(reader, units, self.ahead, pin=context.device.type == "cuda")
+        return _read_ahead(reader, units, self.ahead, pin=context.device.type != "cpu")
 
 
 def _read_ahead(
