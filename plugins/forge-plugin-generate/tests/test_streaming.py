@@ -195,7 +195,7 @@ def test_a_wrong_command_in_a_pipe_ends_it(forge, line, facts) -> None:
     [
         (["gone"], ["gone"]),
         (["."], [". ", "run folder"]),
-        (["runs/run", "--device", "cuda"], ["--device cuda", "cpu"]),
+        (["runs/run", "--device", "cuda"], ["--device", '"cuda"', "cpu"]),
         (["runs/run", "--max-tokens", "-1"], ["--max-tokens", 1]),
     ],
 )

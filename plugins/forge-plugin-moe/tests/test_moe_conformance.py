@@ -43,6 +43,7 @@ class TestHash(RouterSuite):
 
 
 class TestModelWithExperts(ModelSuite):
+    waits = {"experts.py": 3}
     component = model_of(router=SigmoidTopK(bias_rate=0.01, **BALANCED), shared_experts=1, first_dense=1)
     layouts = ("replicate2", "tp2", "pp2", "cp2", "checkpointing2")
 
@@ -50,6 +51,7 @@ class TestModelWithExperts(ModelSuite):
 class TestModelWithBiases(ModelSuite):
     """`TestBiasesUnderLayouts` has the same experts under the other layouts."""
 
+    waits = {"experts.py": 6}
     component = model_of(router=SoftmaxTopK(bias=True), **GPT_OSS)
     layouts = ("replicate2",)
 
@@ -57,6 +59,7 @@ class TestModelWithBiases(ModelSuite):
 class TestModelWithSquaredReLU(ModelSuite):
     """Experts of two matrices, routed and shared."""
 
+    waits = {"experts.py": 4}
     component = model_of(activation="relu2", shared_experts=1, router=SigmoidTopK(bias_rate=0.01))
     layouts = ("tp2_whole_sequences", "fsdp2_ep2")
 
@@ -64,6 +67,7 @@ class TestModelWithSquaredReLU(ModelSuite):
 class TestModelWithWeightsOnInputs(ModelSuite):
     """Experts read tokens times their weights, as in Llama 4, with a router that has no bias."""
 
+    waits = {"experts.py": 6}
     component = model_of(
         apply_router_weight_on_input=True, shared_experts=1,
         router=SigmoidTopK(correction_bias=False, normalise=False, **BALANCED),
@@ -74,6 +78,7 @@ class TestModelWithWeightsOnInputs(ModelSuite):
 class TestModelWithNormsOfBranches(ModelSuite):
     """Routed and shared experts have norms of their own, and the router reads the stream, as in Gemma 4."""
 
+    waits = {"experts.py": 6}
     component = model_of(
         activation="geglu", shared_experts=2, branch_norm=RMSNorm(),
         router=SoftmaxTopK(input_norm=True, expert_scale=True, **BALANCED),
@@ -83,6 +88,7 @@ class TestModelWithNormsOfBranches(ModelSuite):
 
 @pytest.mark.thorough
 class TestNormsOfBranchesElsewhere(ParitySuite):
+    waits = {"experts.py": 6}
     layouts = ("fsdp2", "pp2", "traced")
 
     def parity_changes(self, folder):
@@ -92,6 +98,7 @@ class TestNormsOfBranchesElsewhere(ParitySuite):
 class TestExpertParallel(ParitySuite):
     """The other layouts with `ep` are rows of `tests/parity/layouts.py`, with this router."""
 
+    waits = {"experts.py": 6}
     layouts = ("checkpointing_fsdp2_ep2", "fsdp4_ep2", "fsdp2_pp2_ep2")
 
     def parity_changes(self, folder):
@@ -99,6 +106,7 @@ class TestExpertParallel(ParitySuite):
 
 
 class TestExpertsBehindCanonLayers(ParitySuite):
+    waits = {"experts.py": 6}
     layouts = ("tp2", "cp2")
 
     def parity_changes(self, folder):
@@ -106,6 +114,7 @@ class TestExpertsBehindCanonLayers(ParitySuite):
 
 
 class TestModelWithCapacity(ParitySuite):
+    waits = {"experts.py": 8}
     layouts = ("fsdp2", "tp2")
 
     def parity_changes(self, folder):
@@ -113,6 +122,7 @@ class TestModelWithCapacity(ParitySuite):
 
 
 class TestModelWithChoosingExperts(ParitySuite):
+    waits = {"experts.py": 8}
     layouts = ("tp2",)
 
     def parity_changes(self, folder):
@@ -122,6 +132,7 @@ class TestModelWithChoosingExperts(ParitySuite):
 class TestBiasesUnderLayouts(ParitySuite):
     """`tests/composition/test_experts.py` compiles the same model."""
 
+    waits = {"experts.py": 6}
     layouts = ("tp2_whole_sequences", "cp2", "fsdp2_tp2_ep2", "checkpointing_fsdp2_ep2")
 
     def parity_changes(self, folder):

@@ -32,6 +32,7 @@ class TestExpertsChooseSeveral(RouterSuite):
 class TestImagesWithExpertsOfTheirOwn(VisionModelSuite):
     """Fusion `joint`; `test_moma_parity` has its layouts."""
 
+    waits = {"experts.py": 6}
     component = VisionLanguage(
         language=Transformer(
             vocab_size=32,

@@ -30,6 +30,7 @@ class MoMaParitySuite(ParitySuite):
 
 
 class TestTokensChoose(MoMaParitySuite):
+    waits = {"experts.py": 6}
     layouts = ("tp2", "tp2_whole_sequences", "pp2", "cp2", "checkpointing2", "fsdp2_ep2")
     router = MoMa(
         experts=GROUPS,
@@ -43,6 +44,7 @@ class TestTokensChoose(MoMaParitySuite):
 
 
 class TestExpertsChoose(MoMaParitySuite):
+    waits = {"experts.py": 8}
     layouts = ("tp2_whole_sequences", "cp2", "checkpointing2", "fsdp2_ep2")
     router = MoMa(experts=GROUPS, choose="experts", gumbel_noise=True, z_loss=10.0, init_std=0.5, auxiliary_weight=10.0)
 
@@ -50,6 +52,7 @@ class TestExpertsChoose(MoMaParitySuite):
 class TestExpertsChooseAmongImages(ParitySuite):
     """With a vision tower and fusion `joint`."""
 
+    waits = {"experts.py": 8}
     layouts = ("tp2", "cp2")
 
     def parity_changes(self, folder):
@@ -61,6 +64,7 @@ class TestExpertsChooseAmongImages(ParitySuite):
 class TestEqualScores(ParitySuite):
     """Experts take the first positions of those with equal scores, whichever rank has them."""
 
+    waits = {"experts.py": 8}
     layouts = ("cp2",)
 
     def parity_changes(self, folder):

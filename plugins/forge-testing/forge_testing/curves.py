@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor
 
 from forge_core.contracts.contexts import StepContext
@@ -17,6 +18,7 @@ from forge_core.engine.step import Stepper
 from forge_core.job import Job
 from forge_core.plugins.catalog import Catalog
 from forge_testing.catalogs import installed
+from forge_testing.pretend.clocks import clocks
 from forge_testing.runs import whole_tensors
 
 
@@ -34,6 +36,19 @@ class Curve:
     """Weights after the last step, by parameter name."""
     evaluation: Mapping[str, float]
     """All metrics of the job's evaluations at the end."""
+    waits: Mapping[tuple[str, str], int]
+    """How often the host waited for the device in the last step and its update, by (what for, file and line), where
+    that is counted: on the pretended device."""
+
+    def on_host(self) -> Curve:
+        """The same with its tensors on the host."""
+        moved: dict[str, Any] = {
+            name: {key: value.cpu() for key, value in getattr(self, name).items()} for name in TENSORS
+        }
+        return evolve(self, **moved)
+
+
+TENSORS = ("initial", "gradients", "weights")
 
 
 @frozen
@@ -99,15 +114,17 @@ class Training(AbstractContextManager["Training", None]):
         stepper, initial = Stepper(self.run), self._weights()
         losses, norms, gradients = [], [], dict[str, Tensor]()
         for step in range(steps):
+            clocks.waits.clear()
             self.run.rates.apply(step, 0)
             _, sums = stepper.gradients(self.loader.next_step(), step)
             norm = stepper.norm()
             if step == 0:
                 gradients = self._gradients()
             stepper.update(_step_context(self.run, step, norm), sums["loss_sum"])
+            waits = dict(clocks.waits)
             losses.append((sums["loss_sum"] / sums["count"]).item())
             norms.append(norm.item())
-        return Curve(losses, norms, initial, gradients, self._weights(), evaluate(self.run, steps))
+        return Curve(losses, norms, initial, gradients, self._weights(), evaluate(self.run, steps), waits)
 
     def norm(self, step: int) -> float:
         """Compute the gradients of a step that follows the last one, and return their norm, without an update."""

@@ -110,6 +110,15 @@ def observed(request: pytest.FixtureRequest | None, case: Case, layout: str) -> 
     return observations.ranks[case, layout], observations.alone.get(case)
 
 
+def alone(request: pytest.FixtureRequest | None, case: Case) -> Any:
+    """Return what a case computed in one process; see `observed`."""
+    observations = request.session.stash.setdefault(_OBSERVATIONS, Observations()) if request else Observations()
+    if case not in observations.alone:
+        with tempfile.TemporaryDirectory() as folder:
+            observations.alone[case] = case.observe(Path(folder), {})
+    return observations.alone[case]
+
+
 def ranks_of(nodeid: str) -> str:
     """Return which tests run in the same process as a test of a law; empty for any other test."""
     found = re.search(r"-(\d+)ranks\]$", nodeid)

@@ -9,7 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import torch
+from torch import Tensor
 from torch.distributed import ProcessGroupGloo
+from torch.utils._device import _device_constructors
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 
 def share_device_of_gloo() -> None:
@@ -42,3 +48,78 @@ def record_no_stacks() -> None:
     without = SimpleNamespace(**vars(traceback) | dict.fromkeys(("extract_stack", "format_stack"), list))
     for name in ("torch._subclasses.fake_tensor", "torch.cuda", "torch.xpu", "torch.mtia"):
         mock.patch.object(importlib.import_module(name), "traceback", without).start()
+
+
+# --- for the pretended device --------------------------------------------------------------------------------------
+
+Generator: Any = torch._C.Generator
+"""The class of generators, which stays when `torch.Generator` is replaced."""
+DATA: Any = torch._C.TensorBase.data
+"""The descriptor behind `Tensor.data`."""
+PLAIN_FUNCTION: Any = torch._C._disabled_torch_function_impl
+"""A `__torch_function__` that does nothing, so that only operators are seen."""
+without_subclasses: Any = torch._C.DisableTorchFunctionSubclass
+"""Within it, functions of torch take subclasses of tensors as plain ones."""
+__all__ = ["tree_flatten", "tree_leaves", "tree_map_only", "tree_unflatten"]
+
+
+def set_up_device(name: str, module: Any) -> None:
+    """Make a device known to torch, by a module of Python functions."""
+    _device_constructors()  # keeps the functions that `with torch.device(...)` heeds, before others take their place
+    _setup_privateuseone_for_python_backend(name, module)
+
+
+def storage_address(tensor: Tensor) -> int:
+    """What two tensors share if, and only if, they have the same storage."""
+    return tensor.untyped_storage()._cdata
+
+
+def generator_address(generator: Any) -> int:
+    """What a generator keeps when torch passes it on, where the object in Python may be another."""
+    return int(generator._cdata)
+
+
+def as_subclass(kind: Any, tensor: Tensor) -> Any:
+    """The same memory as a tensor of a subclass, whose functions it calls."""
+    return Tensor._make_subclass(kind, tensor)  # type: ignore[attr-defined]
+
+
+def wrapper(kind: Any, raw: Tensor, device: torch.device, requires_grad: bool) -> Any:
+    """A tensor without memory on a device, in the shape of another."""
+    form: dict[str, Any] = {"strides": raw.stride(), "storage_offset": raw.storage_offset(), "dtype": raw.dtype}
+    return Tensor._make_wrapper_subclass(kind, raw.size(), device=device, requires_grad=requires_grad, **form)  # type: ignore[attr-defined]
+
+
+def reshape_wrapper(tensor: Tensor, like: Tensor) -> None:
+    """Give a tensor without memory the shape and strides of another, in place."""
+    before = torch._C._meta_in_tls_dispatch_include()  # type: ignore[attr-defined]
+    with no_dispatch():
+        torch._C._set_meta_in_tls_dispatch_include(True)  # type: ignore[attr-defined]
+        try:
+            torch.ops.aten.set_.source_Tensor(tensor, like)
+        finally:
+            torch._C._set_meta_in_tls_dispatch_include(before)  # type: ignore[attr-defined]
+
+
+def operator_name(operator: Any) -> str:
+    """As `aten::add`, whatever the overload."""
+    return str(operator._schema.name)
+
+
+def overload_name(operator: Any) -> str:
+    """As `Tensor` of `add.Tensor`."""
+    return str(operator._overloadname)
+
+
+def written_arguments(operator: Any) -> tuple[list[int], list[str]]:
+    """Places and names of the arguments that an operator changes."""
+    arguments = operator._schema.arguments
+    written = [each.alias_info is not None and each.alias_info.is_write for each in arguments]
+    numbers = [number for number, is_written in enumerate(written) if is_written]
+    return numbers, [arguments[number].name for number in numbers]
+
+
+def is_view(operator: Any) -> bool:
+    """Whether an operator returns its argument in another shape, without a kernel."""
+    aliases = [each.alias_info for each in operator._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in aliases)

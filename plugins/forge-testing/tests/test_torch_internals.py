@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from forge_testing.pretend import NAME, on_device
 from forge_testing.processes import run_on_ranks
 
 
@@ -31,3 +32,16 @@ def test_no_stack_is_recorded():
     if not torch.cuda.is_initialized():
         torch.manual_seed(0)
         assert [stack for _, stack in filter(None, torch.cuda._lazy_seed_tracker.get_calls())] == [[]]
+
+
+def test_the_pretended_device_finds_what_it_needs_of_torch():
+    assert on_device(of_the_device) == [2.0, 4.0]
+
+
+def of_the_device():
+    x = torch.arange(4.0, device=NAME).requires_grad_()  # made by an operator that changes the shape of its result
+    x.sum().backward()
+    assert torch.randn(2, device=NAME, generator=torch.Generator(NAME).manual_seed(0)).shape == (2,)
+    assert x.detach().unsqueeze_(0).shape == (1, 4)
+    sent = torch.tensor([1.0, 2.0], pin_memory=True).to(NAME, non_blocking=True)
+    return (sent * 2).tolist()

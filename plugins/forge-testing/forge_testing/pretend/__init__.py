@@ -32,6 +32,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from forge_pretend import VARIABLE
+from forge_testing.torch_internals import DATA, Generator, generator_address, set_up_device
 
 from . import module
 from .clocks import PretendedError, clocks
@@ -40,7 +41,7 @@ from .tensor import NAME, PretendTensor, copy_from, generators
 
 __all__ = ["NAME", "Pinned", "PretendTensor", "PretendedError", "register", "reset_waits", "waits"]
 
-FACTORIES = ("empty", "zeros", "ones", "full", "empty_strided", "empty_like", "zeros_like")
+FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "rand", "randn", "empty_strided", "empty_like", "zeros_like")
 
 
 def waits() -> Counter[tuple[str, str]]:
@@ -56,9 +57,7 @@ def reset_waits() -> None:
 @cache
 def register() -> None:
     """Make the device known to torch, in this process and for good. It becomes the accelerator that `auto` takes."""
-    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
-
-    _setup_privateuseone_for_python_backend(NAME, module)
+    set_up_device(NAME, module)
     _implement("empty.memory_format", torch.ops.aten.empty.memory_format)
     _implement("empty_strided", torch.ops.aten.empty_strided.default)
     _library.impl("_copy_from", copy_from, "PrivateUse1")
@@ -79,7 +78,7 @@ def on_device(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function in a process that has the device, so that this one keeps its own.
 
     Args:
-        function: Of a module or class, in a file that can be imported by itself.
+        function: Of a module, or a class method, in a file that can be imported by itself.
         arguments: Of the function; they are pickled, as its result is.
 
     Returns:
@@ -88,8 +87,10 @@ def on_device(function: Callable[..., Any], *arguments: Any) -> Any:
     Raises:
         AssertionError: It raised; the message has its traceback.
     """
+    owner = getattr(function, "__self__", None)  # the class of a class method, which may inherit it from elsewhere
+    name = f"{owner.__qualname__}.{function.__name__}" if owner is not None else function.__qualname__
     with tempfile.NamedTemporaryFile() as result:
-        command = [sys.executable, "-m", __name__, inspect.getfile(function), function.__qualname__, result.name]
+        command = [sys.executable, "-m", __name__, inspect.getfile(owner or function), name, result.name]
         given = pickle.dumps(sys.path) + pickle.dumps(arguments)
         done = subprocess.run(command, input=given, capture_output=True, env={**os.environ, VARIABLE: "1"}, check=False)
         if done.returncode:
@@ -124,39 +125,34 @@ class _Data:
     """`Tensor.data`, by which a tensor of the host can become one of the device, as it can with CUDA."""
 
     def __get__(self, tensor: Tensor | None, owner: Any = None) -> Any:
-        return self if tensor is None else _data.__get__(tensor)
+        return self if tensor is None else DATA.__get__(tensor)
 
     def __set__(self, tensor: Tensor, other: Tensor) -> None:
         if isinstance(other, PretendTensor):
             torch.utils.swap_tensors(tensor, PretendTensor(other.raw, tensor.requires_grad))
         else:
-            _data.__set__(tensor, other)
+            DATA.__set__(tensor, other)
 
 
-_data: Any = torch._C.TensorBase.data
-
-
-class _AnyGenerator(type(torch._C.Generator)):  # type: ignore[misc]
+class _AnyGenerator(type(Generator)):  # type: ignore[misc]
     def __instancecheck__(cls, value: object) -> bool:
-        return isinstance(value, torch._C.Generator)
+        return isinstance(value, Generator)
 
 
-class _Generator(torch._C.Generator, metaclass=_AnyGenerator):
+class _Generator(Generator, metaclass=_AnyGenerator):  # type: ignore[misc]
     """`torch.Generator`, which may be of the pretended device too; it draws the numbers that one of the CPU draws."""
-
-    _cdata: int
 
     def __new__(cls, device: Any = "cpu") -> Any:
         on_device = torch.device(device).type == NAME
         made = super().__new__(cls, "cpu" if on_device else device)  # type: ignore[call-arg]
         if on_device:
-            generators.add(made._cdata)
+            generators.add(generator_address(made))
         return made
 
     def __del__(self) -> None:
-        generators.discard(self._cdata)
+        generators.discard(generator_address(self))
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        own = self._cdata in generators
-        return torch.device(NAME, 0) if own else torch._C.Generator.device.__get__(self)  # type: ignore[attr-defined]
+        own = generator_address(self) in generators
+        return torch.device(NAME, 0) if own else Generator.device.__get__(self)

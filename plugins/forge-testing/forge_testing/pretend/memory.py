@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+
+from forge_testing.torch_internals import as_subclass, storage_address, tree_leaves, tree_map_only, without_subclasses
 
 from .clocks import HOST, Access, clocks
 
@@ -56,17 +57,17 @@ class DeviceAccess(Access):
 
 def access_of(raw: Tensor) -> Access:
     """The record of device memory, whose numbers are in `raw`."""
-    storage = raw.untyped_storage()
-    found = _accesses.get(storage._cdata)
+    address = storage_address(raw)
+    found = _accesses.get(address)
     if found is None:
-        found = _accesses[storage._cdata] = DeviceAccess(clocks.allocate())
-        found.resized(storage.nbytes())
+        found = _accesses[address] = DeviceAccess(clocks.allocate())
+        found.resized(raw.untyped_storage().nbytes())
     return found
 
 
 def pinned_access(tensor: Tensor) -> Access | None:
     """The record of the host's memory, if it is pinned."""
-    found = _accesses.get(tensor.untyped_storage()._cdata)
+    found = _accesses.get(storage_address(tensor))
     return found if found is not None and found.born == HOST else None
 
 
@@ -90,7 +91,7 @@ class Pinned(Tensor):
             originals[id(alias)] = tensor, alias
             return alias
 
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_subclasses():
             _check(name, args, kwargs)
             args, kwargs = tree_map_only(Pinned, plain, (tuple(args), dict(kwargs)))
             result = function(*args, **kwargs)
@@ -99,8 +100,8 @@ class Pinned(Tensor):
 
 def pin(tensor: Tensor) -> Tensor:
     """This memory of the host as pinned memory."""
-    found = _accesses[tensor.untyped_storage()._cdata] = Access(HOST)
-    pinned: Pinned = torch.Tensor._make_subclass(Pinned, tensor)  # type: ignore[attr-defined]
+    found = _accesses[storage_address(tensor)] = Access(HOST)
+    pinned: Pinned = as_subclass(Pinned, tensor)
     pinned.access = found
     return pinned
 
@@ -109,7 +110,7 @@ def _as_before(tensor: Tensor) -> Tensor:
     """A result as a pinned tensor if it is a view of one."""
     if type(tensor) is not Tensor or tensor.device.type != "cpu" or (found := pinned_access(tensor)) is None:
         return tensor
-    pinned: Pinned = torch.Tensor._make_subclass(Pinned, tensor)  # type: ignore[attr-defined]
+    pinned: Pinned = as_subclass(Pinned, tensor)
     pinned.access = found
     return pinned
 

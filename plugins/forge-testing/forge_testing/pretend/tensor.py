@@ -8,8 +8,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._mode_utils import no_dispatch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from forge_testing.torch_internals import (
+    DATA,
+    PLAIN_FUNCTION,
+    Generator,
+    generator_address,
+    is_view,
+    operator_name,
+    overload_name,
+    reshape_wrapper,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+    without_subclasses,
+    wrapper,
+    written_arguments,
+)
 
 from .clocks import PretendedError, clocks, place
 from .memory import DeviceAccess, access_of, pin, pinned_access
@@ -53,20 +68,12 @@ class PretendTensor(Tensor):
 
     raw: Tensor
     access: DeviceAccess
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = PLAIN_FUNCTION
 
     @staticmethod
     def __new__(cls: type[PretendTensor], raw: Tensor, requires_grad: bool = False) -> PretendTensor:
         """A tensor of the device with these numbers, which lie on the host."""
-        made: PretendTensor = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls,
-            raw.size(),
-            strides=raw.stride(),
-            storage_offset=raw.storage_offset(),
-            dtype=raw.dtype,
-            device=torch.device(NAME, 0),
-            requires_grad=requires_grad,
-        )
+        made: PretendTensor = wrapper(cls, raw, torch.device(NAME, 0), requires_grad)
         made.raw, made.access = raw.detach(), access_of(raw)  # type: ignore[assignment]
         return made
 
@@ -98,7 +105,7 @@ class PretendTensor(Tensor):
 
     @data.setter
     def data(self, other: Tensor) -> None:
-        torch._C.TensorBase.data.__set__(self, other)  # type: ignore[attr-defined]
+        DATA.__set__(self, other)
         self.raw, self.access = other.raw, other.access  # type: ignore[attr-defined]
 
     @classmethod
@@ -106,10 +113,11 @@ class PretendTensor(Tensor):
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        special = SPECIAL.get(function._schema.name)
-        if special is not None:
-            return special(function, args, kwargs)
-        return _run(function, args, kwargs)
+        called = SPECIAL.get(operator_name(function), _run)
+        if not torch.is_inference_mode_enabled():
+            return called(function, args, kwargs)
+        with torch.inference_mode(False), torch.no_grad():  # such tensors have no wrapper: these are plain ones
+            return called(function, args, kwargs)
 
 
 def _run(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -118,7 +126,7 @@ def _run(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         kwargs["device"] = torch.device("cpu")
     elif kwargs.get("device") is not None:
         return _elsewhere(function, args, kwargs)
-    name = function._schema.name.removeprefix("aten::")
+    name = operator_name(function).removeprefix("aten::")
     leaves, spec = tree_flatten((tuple(args), kwargs))
     own = [leaf for leaf in leaves if isinstance(leaf, PretendTensor)]
     _refuse_mixed(function, name, leaves, args)
@@ -176,21 +184,8 @@ def _note(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], own: Se
         (each.access.write if id(each.access) in written else each.access.read)(stream, time, where)
 
 
-@cache
-def _written(function: Any) -> tuple[list[int], list[str]]:
-    found = [(number, each.name) for number, each in enumerate(function._schema.arguments) if _is_write(each)]
-    return [number for number, _ in found], [name for _, name in found]
-
-
-def _is_write(argument: Any) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
-
-
-@cache
-def _is_view(function: Any) -> bool:
-    """Whether an operator returns its argument in another shape, without a kernel."""
-    aliases = [each.alias_info for each in function._schema.returns]
-    return any(alias is not None and not alias.is_write for alias in aliases)
+_written = cache(written_arguments)
+_is_view = cache(is_view)
 
 
 def _is_on_device(device: Any) -> bool:
@@ -202,7 +197,7 @@ def _refuse_mixed(function: Any, name: str, leaves: Sequence[Any], args: Sequenc
     if name.startswith(("c10d::", "_c10d_functional::")):
         return
     for leaf in leaves:
-        if isinstance(leaf, torch._C.Generator) and leaf._cdata not in generators:  # type: ignore[attr-defined]
+        if isinstance(leaf, Generator) and generator_address(leaf) not in generators:
             raise PretendedError(f"{place()}: {name}: expected a generator of {NAME}, got one of {leaf.device}")
     host = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, PretendTensor)]
     if not host:
@@ -222,13 +217,7 @@ def _follow(own: Sequence[PretendTensor]) -> None:
     for each in own:
         if each.raw.shape == each.shape and each.raw.stride() == each.stride():
             continue
-        fresh, before = PretendTensor(each.raw), torch._C._meta_in_tls_dispatch_include()  # type: ignore[attr-defined]
-        with no_dispatch():
-            torch._C._set_meta_in_tls_dispatch_include(True)  # type: ignore[attr-defined]
-            try:
-                torch.ops.aten.set_.source_Tensor(each, fresh)
-            finally:
-                torch._C._set_meta_in_tls_dispatch_include(before)  # type: ignore[attr-defined]
+        reshape_wrapper(each, PretendTensor(each.raw))
 
 
 # --- operators of their own ---------------------------------------------------------------------------------------
@@ -242,7 +231,7 @@ def _index(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _repeat_interleave(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    if kwargs.get("output_size") is None and function._overloadname == "Tensor":
+    if kwargs.get("output_size") is None and overload_name(function) == "Tensor":
         clocks.wait("the sum of repetitions, without output_size")
     return _run(function, args, kwargs)
 
@@ -284,7 +273,7 @@ def _to_host(target: Tensor, source: PretendTensor, non_blocking: bool) -> None:
     pinned = pinned_access(target)
     if pinned is not None:
         pinned.write(stream, time, where)
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_subclasses():
         target.copy_(source.raw)
     if not non_blocking or pinned is None:
         clocks.wait("a copy to the host")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -14,8 +15,9 @@ from attrs import frozen
 from forge_core.job import Job
 from forge_testing import Numbers, SplittableModel
 from forge_testing.curves import Curve, Difference, train
-from forge_testing.laws import Case, id_of, observed
+from forge_testing.laws import Case, alone, id_of, observed
 from forge_testing.layouts import LAYOUTS
+from forge_testing.pretend import NAME, on_device
 from forge_testing.suites.base import Suite
 
 if TYPE_CHECKING:
@@ -31,6 +33,12 @@ class ParitySuite(Suite):
     """Largest difference of losses, gradient norms, gradients and evaluation, absolute."""
     weights_tolerance: ClassVar[float] = 1e-7
     """Largest distance of the weights, relative to their change over the steps."""
+    waits: ClassVar[Mapping[str, int]] = {}
+    """How often the host waits for the device in a step, by the file of the code that does, where the component says in
+    a run's summary that it does: `{"soap.py": 1}`. A wait leaves a GPU idle until the host has queued more work."""
+
+    needs_cpu: ClassVar[str] = ""
+    """Why the compared job cannot train on another device than the CPU, if it cannot: it names a kernel of CPUs."""
 
     def parity_changes(self, folder: Path) -> Mapping[str, Any]:
         """Return the settings of the compared job, including the component; see `Suite.job`."""
@@ -60,12 +68,33 @@ class ParitySuite(Suite):
         case, what = self.layout_case(), type(self).__name__
         if why := case.cannot_have(layout):
             pytest.skip(f"{layout}: {why}")
-        found, alone = observed(self._request, case, layout)
+        found, of_one = observed(self._request, case, layout)
         assert not isinstance(found, str), f"{what} cannot train under {layout}: {found}"
-        try:
-            case.compare(found, alone)
-        except AssertionError as error:
-            raise AssertionError(f"{what} trains differently under {layout} than in one process, {error}") from error
+        self._compare_as(f"{what} trains differently under {layout} than in one process", found, of_one)
+
+    def test_it_trains_on_a_device_and_waits_only_where_it_says(self, tmp_path: Path) -> None:
+        """On the device of `forge_testing.pretend`, numbers are the CPU's, and waits are counted by file and line."""
+        if self.needs_cpu:
+            pytest.skip(self.needs_cpu)
+        found: Curve = on_device(type(self).curve_on_device, str(tmp_path))
+        case, what = self.layout_case(), type(self).__name__
+        self._compare_as(f"{what} trains differently on a device than on the CPU", [found], alone(self._request, case))
+        counted = Counter(dict.fromkeys(self.waits, 0))
+        for (_, where), count in found.waits.items():
+            counted[Path(where.rpartition(":")[0]).name] += count
+        places = "; ".join(
+            f"{where} ({count} times, for {what_for})" for (what_for, where), count in found.waits.items()
+        )
+        assert counted == Counter(self.waits), (
+            f"in a step of {what} the host waits for the device at {places or 'no line'}; say so in the run's summary "
+            f"and in `waits` of this class, which has {dict(self.waits)}, or compute it on the device"
+        )
+
+    @classmethod
+    def curve_on_device(cls, folder: str) -> Curve:
+        """In a process with the pretended device: the curve on it."""
+        suite = cls()
+        return train(suite.parity_job(Path(folder), {"device": NAME, "non_finite": "ignore"}), suite.catalog).on_host()
 
     @classmethod
     def layout_case(cls) -> Case:
@@ -85,6 +114,12 @@ class ParitySuite(Suite):
     def _observe(self, folder: Path, layout: Mapping[str, Any]) -> Curve | None:
         curve = train(self.parity_job(folder, layout), self.catalog)
         return None if layout and dist.get_rank() else curve  # all ranks have the same whole tensors
+
+    def _compare_as(self, summary: str, ranks: Sequence[Curve], alone: Curve) -> None:
+        try:
+            self._compare(ranks, alone)
+        except AssertionError as error:
+            raise AssertionError(f"{summary}, {error}") from error
 
     def _compare(self, ranks: Sequence[Curve], alone: Curve) -> None:
         difference = Difference.between(ranks[0], alone)
