@@ -31,7 +31,7 @@ def check_rules(job: Job, catalog: Catalog, world_size: int = 1, with_data: bool
     layout, problems = _plan(job, world_size)
     planned = not problems
     problems += batch_problems(job, layout) if planned else ()
-    problems += [*mixture_problems(job), *_core_problems(job, catalog)]
+    problems += [*_device_problems(job), *mixture_problems(job), *_core_problems(job, catalog)]
     problems += _output_problems(job) if with_data else ()
     for path, component in walk_components(job):
         if with_data or not path.startswith(READS):
@@ -51,6 +51,18 @@ def _plan(job: Job, world_size: int) -> tuple[Layout, list[Problem]]:
         return plan_layout(job, world_size)
     except Exception as error:  # a stage's `degrees`
         return Layout(), [Problem("parallel", f"the layout cannot be planned: {_named(error)}")]
+
+
+def _device_problems(job: Job) -> list[Problem]:
+    if job.train.device in ("auto", "cpu", "cuda"):  # which every torch has, so that it need not be imported
+        return []
+    from forge_core.devices import device_module
+
+    try:
+        device_module(job.train.device)
+    except JobError as error:
+        return error.problems
+    return []
 
 
 def _core_problems(job: Job, catalog: Catalog) -> Iterator[Problem]:
