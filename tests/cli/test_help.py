@@ -24,7 +24,7 @@ WITHOUT_JSON = {
     "new-plugin": "writes a package, and what to do next",
 }
 """Commands that print no facts, and why."""
-PLACES = {"--out": {"DIR", "FOLDER", "FILE", "PATH", "RUN"}, "--json": {None}, "--device": {None}}
+PLACES = {"--out": {"DIR", "FOLDER", "FILE", "PATH", "RUN"}, "--json": {None}, "--device": {"NAME"}}
 
 
 @pytest.mark.parametrize("offer", OFFERS, ids=lambda offer: offer.type)

@@ -78,7 +78,9 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--run", type=Path, metavar="FOLDER", help="run folder with the tokenizer, if the checkpoint is elsewhere"
     )
-    parser.add_argument("--device", default="auto", help="where to compute, as the key train.device (auto)")
+    parser.add_argument(
+        "--device", default="auto", metavar="NAME", help="where to compute, as the key train.device (auto)"
+    )
     parser.add_argument(
         "--speculate",
         action="store_true",

@@ -40,7 +40,9 @@ def command(argv: list[str]) -> int:
         "--held-out", type=share, default=0.1, metavar="SHARE", help="share of sequences to measure on only (0.1)"
     )
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="where to write; by default RUN/sae, by sae.folder")
-    parser.add_argument("--device", default="auto", help="where to train, as the key train.device (auto)")
+    parser.add_argument(
+        "--device", default="auto", metavar="NAME", help="where to train, as the key train.device (auto)"
+    )
     add_json(parser, " in place of the table")
     with_examples(
         parser,

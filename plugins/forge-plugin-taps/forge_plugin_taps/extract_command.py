@@ -51,7 +51,9 @@ def command(argv: list[str]) -> int:
     parser.add_argument(
         "--group", type=positive, default=64, metavar="N", help="sequences of each step-N in the store (64)"
     )
-    parser.add_argument("--device", default="auto", help="where to compute, as the key train.device (auto)")
+    parser.add_argument(
+        "--device", default="auto", metavar="NAME", help="where to compute, as the key train.device (auto)"
+    )
     add_ranks(parser)
     add_json(parser, ": what was written")
     with_examples(

@@ -185,7 +185,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--run", type=Path, metavar="FOLDER", help="run folder with the tokenizer, if the checkpoint is elsewhere"
     )
-    parser.add_argument("--device", default="auto", help="where to compute, as the key train.device (auto)")
+    parser.add_argument(
+        "--device", default="auto", metavar="NAME", help="where to compute, as the key train.device (auto)"
+    )
     add_ranks(parser)
     with_examples(
         parser,

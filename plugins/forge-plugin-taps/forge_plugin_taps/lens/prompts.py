@@ -26,7 +26,9 @@ def add_model(parser: argparse.ArgumentParser, picture: str) -> None:
     """Add the arguments that name what was trained, and where the picture goes."""
     parser.add_argument("path", metavar="RUN", help="a run folder (its newest checkpoint) or a checkpoint")
     parser.add_argument("--out", type=Path, metavar="FILE", help=f"picture to write (RUN/{picture}.png)")
-    parser.add_argument("--device", default="auto", help="where to compute, as the key train.device (auto)")
+    parser.add_argument(
+        "--device", default="auto", metavar="NAME", help="where to compute, as the key train.device (auto)"
+    )
     parser.add_argument(
         "--run", type=Path, metavar="FOLDER", help="run folder with the tokenizer, if the checkpoint is elsewhere"
     )

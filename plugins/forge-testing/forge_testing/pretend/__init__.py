@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from forge_pretend import VARIABLE
+from forge_pretend import VARIABLE, load
 from forge_testing.torch_internals import DATA, Generator, generator_address, set_up_device
 
 from . import module
@@ -156,3 +156,6 @@ class _Generator(Generator, metaclass=_AnyGenerator):  # type: ignore[misc]
     def device(self) -> torch.device:  # type: ignore[override]
         own = generator_address(self) in generators
         return torch.device(NAME, 0) if own else Generator.device.__get__(self)
+
+
+load()
