@@ -91,6 +91,19 @@ class OfItsShard(Descent):
         parameter.add_(parameter.grad, alpha=-group["lr"] / (1 + local.norm().item()))
 
 
+class Reads(Descent):
+    """Has the host wait for every parameter."""
+
+    def update(self, parameter, group):
+        if parameter.grad.abs().max().item() < 1e9:
+            super().update(parameter, group)
+
+
+class KeepsOnTheHost(Descent):
+    def update(self, parameter, group):
+        parameter.add_(parameter.grad + torch.zeros(parameter.shape, dtype=parameter.dtype), alpha=-group["lr"])
+
+
 class OfPlainTensors(Descent):
     def update(self, parameter, group):
         assert not hasattr(parameter, "to_local"), "what is this?"
@@ -108,6 +121,14 @@ def component_of(make, lr=0.05):
 
 def using(cls):
     return component_of(lambda parameters, lr: cls(parameters.groups(0.0), lr))
+
+
+class ReadsSuite(OptimizerSuite):
+    component = using(Reads)
+
+
+class HostSuite(OptimizerSuite):
+    component = using(KeepsOnTheHost)
 
 
 def without_norms(parameters, lr):
@@ -176,6 +197,19 @@ def test_a_layout_that_fails_is_told_from_those_that_do_not(tmp_path):
     TestWrong().test_every_layout_trains_like_one_process("replicate2")
     with pytest.raises(AssertionError, match=naming("TestWrong", "fsdp2", "what is this?")):
         TestWrong().test_every_layout_trains_like_one_process("fsdp2")
+
+
+@pytest.mark.parametrize(
+    ("suite", "wrong", "told"),
+    [
+        (ReadsSuite, Reads.update, ["in a step of ReadsSuite", "a value as a number"]),
+        (HostSuite, KeepsOnTheHost.update, ["add: tensors of pretend and of cpu are mixed"]),
+    ],
+)
+def test_what_a_device_would_not_take_is_told_with_its_line(tmp_path, suite, wrong, told):
+    with pytest.raises(AssertionError) as error:
+        suite().test_it_trains_on_a_device_and_waits_only_where_it_says(tmp_path)
+    assert not lacks(str(error.value), f"{__file__}:{wrong.__code__.co_firstlineno + 1}", *told)
 
 
 def test_what_nobody_offers_is_skipped_with_the_reason():
