@@ -190,5 +190,7 @@ def test_the_page_of_packages_lists_every_distribution_with_what_it_offers(proje
     lines = (ROOT / "docs" / "packages.md").read_text().splitlines()
     [row] = [line for line in lines if line.startswith(f"| [`{project['name']}`](plugins/{project['name']}.md) |")]
     groups = project.get("entry-points", {}).items()
-    types = [type_ for group, entries in groups if group != "forge.kind" for type_ in entries]
+    types = [
+        type_ for group, entries in groups if group.startswith("forge") and group != "forge.kind" for type_ in entries
+    ]
     assert [type_ for type_ in types if f"`{type_}`" not in row] == []
