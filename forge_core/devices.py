@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from forge_core.contracts.errors import JobError
-
-NEEDED = ("Event", "device_count", "manual_seed", "synchronize")
-"""What a run needs of the module of an accelerator; `docs/how-to/new-device.md` has what it uses where that exists."""
+NEEDED = {"Event", "device_count", "manual_seed", "synchronize"}
+"""What a run needs of an accelerator's module; docs/how-to/new-device.md has what it uses where that exists."""
 
 
-def device_module(name: str) -> Any:
-    """The module of a type of device, as `torch.xpu` is; `torch.cpu` has streams and events that do nothing.
-
-    Raises:
-        JobError: torch does not know the device, or its module lacks what a run needs.
-    """
+def device_problem(name: str) -> str:
+    """Why a run cannot use an accelerator: torch does not know it, or its module lacks something. Empty: it can."""
     try:
-        module = torch.get_device_module(name)
-        missing = set(NEEDED) - set(dir(module))
-        if name != "cpu" and missing:
-            raise RuntimeError(f"its module in torch lacks {', '.join(sorted(missing))}")
+        missing = sorted(NEEDED.difference(dir(torch.get_device_module(name))))
     except RuntimeError as error:
-        known = "auto, cpu, cuda, xpu, mps, or one that an installed package adds to torch"
-        raise JobError.at("train.device", f'is "{name}": {error}; use {known}') from None
-    return module
+        return f"{error}; use auto, cpu, cuda, xpu, mps, or one that an installed package adds to torch"
+    return f"its module in torch lacks {', '.join(missing)}" if missing else ""
 
 
 def query_device(device: torch.device, function: str) -> Any:
     """What a function of the device's module returns for it, as `get_device_name`; None where its module has none."""
     found = getattr(torch.get_device_module(device), function, None)
     return found(device) if found else None
+
+
+def home_of(tensors: Iterable[Tensor]) -> torch.device | str:
+    """The accelerator on which some of these tensors are, or the CPU if all are there."""
+    return next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), "cpu")

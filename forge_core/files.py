@@ -28,6 +28,11 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         unfinished.unlink(missing_ok=True)
 
 
+def existing_part(path: Path) -> Path:
+    """A path, or else the innermost folder above it that exists: whose disk and permissions it will have."""
+    return next(each for each in (path, *path.parents) if os.path.exists(each))
+
+
 def lines_from_end(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
     """The lines of a file with the places where they begin, the last first; reads no more than is iterated over.
 

@@ -26,6 +26,7 @@ from forge_core.checkpoint.storage import FORMAT, How, find_faults, read_manifes
 from forge_core.checkpoint.tensors import Staging, TensorWriter, base_folder
 from forge_core.contracts.errors import CheckpointError
 from forge_core.contracts.runtime import SpreadStorage, State, Storage
+from forge_core.files import existing_part
 from forge_core.job import CheckpointSection, Retention
 from forge_core.parallel.mesh import gather_objects, group_timeout
 
@@ -125,10 +126,9 @@ class Checkpoints:
         steps = self.storage.steps()
         listed = ", ".join(map(str, steps if len(steps) < 8 else [*steps[:3], "…", *steps[-3:]]))
         left = f"checkpoints of steps {listed} are untouched" if steps else "there is no earlier one"
-        existing = next(path for path in (folder, *folder.parents) if path.is_dir())
         # For a cache of checkpoints that are stored elsewhere, the free space would be meaningless
         is_cache = isinstance(self.storage, SpreadStorage)
-        free = "" if is_cache else f"; {shutil.disk_usage(existing).free / 1e9:.1f} GB free there"
+        free = "" if is_cache else f"; {shutil.disk_usage(existing_part(folder)).free / 1e9:.1f} GB free there"
         return f"could not save step {step} in {folder}: {fault}{free}; {left}"
 
     def _metrics(self, steps: Sequence[int]) -> dict[int, float]:
@@ -223,8 +223,8 @@ class Saver:
         if not_finite := [name for name in metrics if name not in finite]:
             self.evaluation["not_finite"] = not_finite
         if self._section.keep_best and self._section.best_metric not in metrics:
-            known = ", ".join(metrics)
-            self._checkpoints.warn(f"checkpoint.best_metric = {self._section.best_metric!r} is none of {known}")
+            best = self._section.best_metric
+            self._checkpoints.warn(f"checkpoint.best_metric = {best!r} is none of {', '.join(metrics)}")
 
     def due(self, step: int) -> bool:
         """Whether a checkpoint is due at this step number."""

@@ -147,7 +147,7 @@ class _Leaves:
         default = default_of(f)
         if isinstance(default, DefaultType):
             return isinstance(value, dict) and value.get("type", "").split("/")[-1] == default.type.split("/")[-1]
-        return default is not NOTHING and default is not None and _same(value, to_toml(default, self._catalog))
+        return default not in (NOTHING, None) and _same(value, to_toml(default, self._catalog))
 
 
 def _by_name(tables: Sequence[Mapping[str, Any]]) -> Iterable[tuple[str, Mapping[str, Any]]]:

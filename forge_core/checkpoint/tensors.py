@@ -43,6 +43,7 @@ from forge_core.checkpoint.storage import (
     write_file,
 )
 from forge_core.contracts.errors import CheckpointError
+from forge_core.devices import home_of
 from forge_core.launch.progress_beacon import report_progress
 from forge_core.parallel.mesh import local_part
 
@@ -295,7 +296,8 @@ class Staging:
     def __init__(self) -> None:
         self.parts: dict[str, Tensor] = {}
         """The parts as they were when they were copied, once `wait` has returned."""
-        self._arrived: Any = torch.cpu.Event()
+        self._arrived: Any
+        """The event behind the last copy; on the CPU, it has always occurred."""
 
     @torch.no_grad()
     def copy(self, tensors: Tensors) -> Staging:
@@ -308,8 +310,7 @@ class Staging:
         self.parts = {name: self._room(name, part) for name, part in local.items()}
         for name, part in local.items():
             self.parts[name].copy_(part, non_blocking=True)
-        device = next((part.device for part in local.values() if not part.is_cpu), "cpu")
-        self._arrived = torch.get_device_module(device).Event()
+        self._arrived = torch.get_device_module(home_of(local.values())).Event()
         self._arrived.record()
         return self
 
@@ -347,8 +348,10 @@ class TensorWriter:
             self._plan(_chunks_of(tensors, ranks), ranks)
         if staged is not None:
             staged.wait()
-        for device in {tensor.device for tensor in tensors.values()} if staged is None else ():
-            torch.get_device_module(device).synchronize()  # threads will read the tensors, each in its own stream
+        else:
+            torch.get_device_module(
+                home_of(tensors.values())
+            ).synchronize()  # threads will read the tensors, each in its own stream
         parts = staged.parts if staged is not None else tensors
         written = ranks.on_all(lambda: self._write(folder, parts, ranks.rank == 0))
         return {name: entry for files in written for name, entry in files.items()}

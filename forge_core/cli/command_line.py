@@ -32,9 +32,9 @@ def positive(text: str) -> int:
 
 class _Help(argparse.HelpFormatter):
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        parts = cleandoc(text).split("\n\n")
         return "\n\n".join(
-            part.replace("\n", "\n  ") if part.startswith(EXAMPLES) else textwrap.fill(part, width) for part in parts
+            part.replace("\n", "\n  ") if part.startswith(EXAMPLES) else textwrap.fill(part, width)
+            for part in cleandoc(text).split("\n\n")
         )
 
 

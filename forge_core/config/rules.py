@@ -14,6 +14,7 @@ from forge_core.config.mixture import mixture_problems
 from forge_core.contracts.components import Component, OptimizerComponent, PackingComponent, ParallelComponent
 from forge_core.contracts.errors import JobError, PluginError, Problem
 from forge_core.contracts.layout import Layout
+from forge_core.files import existing_part
 from forge_core.job import RUN_FILES, WORKER_LOADER, Checked, Job
 from forge_core.parallel.layout import batch_problems, plan_layout
 from forge_core.parallel.stages import order_stages
@@ -31,14 +32,18 @@ def check_rules(job: Job, catalog: Catalog, world_size: int = 1, with_data: bool
     layout, problems = _plan(job, world_size)
     planned = not problems
     problems += batch_problems(job, layout) if planned else ()
-    problems += [*_device_problems(job), *mixture_problems(job), *_core_problems(job, catalog)]
+    problems += [*mixture_problems(job), *_core_problems(job, catalog)]
     problems += _output_problems(job) if with_data else ()
     for path, component in walk_components(job):
         if with_data or not path.startswith(READS):
             problems += _component_problems(path, component, job, layout, catalog)
     wrong_plugins = _plugin_problems(job, layout, catalog)
     # Last: it may build the model, for which its tables must be right, the layout planned and the plugins activated.
-    if planned and not wrong_plugins and not any(problem.path.startswith("model") for problem in problems):
+    if (
+        planned
+        and not wrong_plugins
+        and not any(problem.path.startswith(("model", "train.device")) for problem in problems)
+    ):
         problems += [problem for problem in _model_problems(job, layout, catalog) if problem not in problems]
     problems += wrong_plugins
     if with_data and not problems:
@@ -53,19 +58,12 @@ def _plan(job: Job, world_size: int) -> tuple[Layout, list[Problem]]:
         return Layout(), [Problem("parallel", f"the layout cannot be planned: {_named(error)}")]
 
 
-def _device_problems(job: Job) -> list[Problem]:
-    if job.train.device in ("auto", "cpu", "cuda"):  # which every torch has, so that it need not be imported
-        return []
-    from forge_core.devices import device_module
-
-    try:
-        device_module(job.train.device)
-    except JobError as error:
-        return error.problems
-    return []
-
-
 def _core_problems(job: Job, catalog: Catalog) -> Iterator[Problem]:
+    if job.train.device not in ("auto", "cpu", "cuda"):  # which every torch has, so that it need not be imported
+        from forge_core.devices import device_problem
+
+        if problem := device_problem(job.train.device):
+            yield Problem("train.device", f'is "{job.train.device}": {problem}')
     owners = [name for name, stage in job.parallel.items() if stage.owns_reduction]
     for name in owners[1:]:
         yield Problem(f"parallel.{name}", f"both this and parallel.{owners[0]} reduce the gradients; keep one of them")
@@ -76,11 +74,10 @@ def _core_problems(job: Job, catalog: Catalog) -> Iterator[Problem]:
         )
     executor = catalog.type_of(type(job.executor))
     if executor != attrs.fields(type(job)).executor.default.type:
-        for name in (name for name, stage in job.parallel.items() if stage.brings_executor):
-            yield Problem(
-                "executor",
-                f"{executor!r} would not be used: parallel.{name} brings its own executor; remove one of the two",
-            )
+        for name, stage in job.parallel.items():
+            if stage.brings_executor:
+                would = f"{executor!r} would not be used: parallel.{name} brings its own executor"
+                yield Problem("executor", f"{would}; remove one of the two")
     try:
         order_stages(job.parallel, catalog)
     except JobError as error:
@@ -97,9 +94,9 @@ def _output_problems(job: Job) -> Iterator[Problem]:
     """Whether the run folder can be made or is a run's, as is known before torch is imported and data read."""
     folder = Path(job.job.output) / job.job.name
     if not (folder / RUN_FILES[0]).exists():
-        for path in (path for path in map(folder.joinpath, RUN_FILES) if path.exists()):
+        for path in filter(os.path.exists, map(folder.joinpath, RUN_FILES)):
             yield Problem("job.name", f"{path} is of no run, and would be replaced; move it, or name the run otherwise")
-    existing = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    existing = existing_part(folder)
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):  # not even by root, if it is read-only
         what = "cannot be written" if existing.is_dir() else "is a file"
         yield Problem("job.output", f"{str(existing)!r} {what}; name a folder that can hold run folders")

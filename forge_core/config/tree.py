@@ -197,11 +197,10 @@ def renamed(name: str, has: Callable[[str], bool] = bool) -> str:
 def _position(text: str, message: str) -> tuple[int, int, str]:
     """Line and column that a message of `tomllib` ends in, and the rest of it."""
     position = _POSITION.search(message)
-    if position is None or position[1] is None:  # at the end of the document
-        line, column = text.count("\n") + 1, len(text) - text.rfind("\n")
-    else:
-        line, column = int(position[1]), int(position[2])
-    return line, column, _POSITION.sub("", message)
+    rest = _POSITION.sub("", message)
+    if position and position[1]:
+        return int(position[1]), int(position[2]), rest
+    return text.count("\n") + 1, len(text) - text.rfind("\n"), rest  # at the end of the document
 
 
 # --- overrides ---------------------------------------------------------------------------------------------------
@@ -275,12 +274,11 @@ def _put(root: Node, path: list[str], node: Node) -> None:
 
 
 def _index(parent: Node, key: str, path: list[str]) -> int:
-    where, count = ".".join(path), len(parent.value)
+    where, values = ".".join(path), parent.value
     if not key.isdecimal():
         raise JobError.at(f"{where}.{key}", f"{where} is an array: {key!r} is no index into it")
-    if int(key) >= count:
-        entries = "no entries" if not count else "one, number 0" if count == 1 else f"{count}, numbers 0 to {count - 1}"
-        raise JobError.at(f"{where}.{key}", f"there is no entry {key}; {where} has {entries}")
+    if int(key) >= len(values):
+        raise JobError.at(f"{where}.{key}", f"there is no entry {key}; {where} has {len(values)}, numbered from 0")
     return int(key)
 
 

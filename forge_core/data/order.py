@@ -41,7 +41,7 @@ class Permutation:
 
     def __init__(self, size: int, key: str) -> None:
         self.size = size
-        half = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
+        half = (max(size - 1, 1).bit_length() + 1) // 2
         self._half, self._mask = np.uint64(half), np.uint64((1 << half) - 1)
         # A digest and not `hash`, whose values for strings differ from process to process.
         self._keys = np.frombuffer(hashlib.blake2b(key.encode(), digest_size=8 * ROUNDS).digest(), "<u8")
@@ -257,8 +257,8 @@ class SampleOrder:
         cached = self._permutations.get(source)
         if cached is None or cached[0] != epoch:
             # The name and not the number: a source that is added or moved leaves the order of the others as it was.
-            key = f"{self._seed}:{self._names[source]}:{epoch}"
-            self._permutations[source] = cached = (epoch, Permutation(size, key))
+            cached = epoch, Permutation(size, f"{self._seed}:{self._names[source]}:{epoch}")
+            self._permutations[source] = cached
         return cached[1]
 
 

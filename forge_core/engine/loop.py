@@ -235,9 +235,8 @@ class Loop:
         return TrainContext(**self._references(), step=self.progress.step)
 
     def _step_context(self, step: int, batches: Sequence[Batch] = ()) -> StepContext:
-        requests, may_skip = self.requests, self._hooks.may_skip
-        requests.skip = ""  # must be requested in each step, unlike the others, which stay until ranks agree on them
-        return StepContext(**self._references(), step=step, batches=batches, may_skip=may_skip)
+        self.requests.skip = ""  # must be requested in each step; the others stay until ranks agree on them
+        return StepContext(**self._references(), step=step, batches=batches, may_skip=self._hooks.may_skip)
 
     def _references(self) -> dict[str, Any]:
         return dict(self._run.references, requests=self.requests, engine=self, checkpoints=self._checkpoints.steps)
@@ -292,8 +291,9 @@ def _rehearse(run: Run, progress: Progress, echo: Callable[[str], object]) -> No
     with torch.no_grad():
         for name, buffer in run.model.named_buffers():
             buffer.copy_(buffers[name])
-    peak = peak_memory(device)["peak_memory_gb"]
-    echo(f"dry run: a micro-batch of {shape} tokens went forward and backward, peak memory {peak:.1f} GB")
+    peaks = peak_memory(device)
+    known = f", peak memory {peaks['peak_memory_gb']:.1f} GB" if peaks else ""
+    echo(f"dry run: a micro-batch of {shape} tokens went forward and backward{known}")
 
 
 class Agreement:
@@ -325,7 +325,8 @@ class Agreement:
         asked = [bool(requests.stop), requests.checkpoint or saver.overdue, bool(requests.non_finite), saver.writing]
         asked += [requests.final, requests.rollback is not None]
         peaks = peak_memory(self._device)  # along with the flags, as a separate collective would cost as much again
-        values = [*asked, *peaks.values()] if self._alone else largest([*asked, *peaks.values()])
+        values = [*asked, *peaks.values()]
+        values = values if self._alone else largest(values)
         stop, checkpoint, non_finite, writing, final, rollback = map(bool, values[: len(asked)])
         self.peaks = dict(zip(peaks, values[len(asked) :], strict=True))
         # Texts travel only in the step in which ranks have agreed that there is one: other steps cost four flags.

@@ -29,10 +29,11 @@ from forge_core.contracts.data import HasDescription
 from forge_core.contracts.errors import ExitCode, JobError
 from forge_core.contracts.runtime import Flushes, LearnsEnd, Logger, TakesArtifacts
 from forge_core.data.order import expected_draws, limits, phase_shares, sizes_of
-from forge_core.devices import query_device
+from forge_core.devices import home_of, query_device
 from forge_core.engine.build import Run
 from forge_core.engine.hooks import named
 from forge_core.engine.step import ABSENT, SOURCE_LOSS, WAITED, Stepper, Sums, metrics
+from forge_core.files import existing_part
 from forge_core.metrics.flops import peak_flops
 from forge_core.parallel.layout import micro_batches
 from forge_core.parallel.mesh import global_rank
@@ -147,15 +148,16 @@ def _parts(shares: Sequence[int]) -> list[str]:
 
 
 def _memory(run: Run) -> str:
-    sizes = [(p.numel() * p.element_size() / 1e6, p.requires_grad) for p in (item.parameter for item in run.parameters)]
-    weights, trained = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
-    return f"weights {weights:,.0f} MB, gradients {trained:,.0f} MB, besides optimizer state and activations"
+    parameters = [item.parameter for item in run.parameters]
+    weights = sum(p.nbytes for p in parameters) / 1e6
+    gradients = sum(p.nbytes for p in parameters if p.requires_grad) / 1e6
+    return f"weights {weights:,.0f} MB, gradients {gradients:,.0f} MB, besides optimizer state and activations"
 
 
 def _room(run: Run, folder: Path) -> str:
     """Whether checkpoints fit on their disk; a `JobError` if there is not even room for the weights of one."""
     size = sum(run.outline.sizes.values()) * next(iter(run.parameters)).parameter.element_size()
-    free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.is_dir())).free
+    free = shutil.disk_usage(existing_part(folder)).free
     text = f"weights of {size / 1e6:,.0f} MB each, besides optimizer state; {free / 1e9:,.1f} GB free in {folder}"
     if size > free:
         raise JobError.at("checkpoint", f"not one fits: {text}; free space, or name another disk in job.output")
@@ -296,12 +298,10 @@ class Tracker:
     def put(self, record: Mapping[str, Any], scalars: Mapping[str | Count, Tensor]) -> None:
         """Queue a step's line: `record` on the host, `scalars` and counts on the device."""
         sizes = {name: tensor.numel() for name, tensor in scalars.items()}
-        dtype = torch.float64 if any(t.dtype == torch.float64 for t in scalars.values()) else torch.float32
         # Tensors on the host (the gradient norm of offloaded parameters) move to the device: else the host waits.
-        home = next((t.device for t in scalars.values() if t.device.type != "cpu"), torch.device("cpu"))
-        moved = [tensor.to(home, non_blocking=True) for tensor in scalars.values()]
-        stacked = torch.cat([tensor.detach().to(dtype).reshape(-1) for tensor in moved])
-        on_host = stacked.to("cpu", non_blocking=True)  # into pinned memory, which torch allocates
+        home = home_of(scalars.values())
+        moved = [tensor.detach().to(home, non_blocking=True).reshape(-1) for tensor in scalars.values()]
+        on_host = torch.cat(moved).to("cpu", non_blocking=True)  # into pinned memory, which torch allocates
         arrived = torch.get_device_module(home).Event()
         arrived.record()  # after the copy, on the same stream
         self._pending.append(_Pending(dict(record), sizes, on_host, arrived))
@@ -318,12 +318,11 @@ def peak_memory(device: torch.device) -> dict[str, float]:
     """GB at most of this rank: of a GPU allocated and reserved, since the last call; of a CPU resident, since ever."""
     if device.type == "cpu":
         return {"peak_memory_gb": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e9}  # stated in kB
-    stats = (
-        query_device(device, "memory_stats") or {}
-    )  # once, and not by `max_memory_…`: each call builds the whole table
+    # Once, and not by `max_memory_…`: each call builds the whole table.
+    stats = query_device(device, "memory_stats") or {}
     query_device(device, "reset_peak_memory_stats")  # so that the step shows in which it grew
-    names = {"peak_memory_gb": "allocated_bytes.all.peak", "peak_reserved_gb": "reserved_bytes.all.peak"}
-    return {name: stats[key] / 1e9 for name, key in names.items() if key in stats}
+    names = ("peak_memory_gb", "allocated"), ("peak_reserved_gb", "reserved")
+    return {name: stats[f"{kind}_bytes.all.peak"] / 1e9 for name, kind in names if stats}
 
 
 class Clock:

@@ -18,7 +18,7 @@ from forge_core.contracts.errors import ForgeError, JobError, Problem
 from forge_core.contracts.layout import Layout
 from forge_core.contracts.model import Initialises, Model, misspelt, with_defaults
 from forge_core.contracts.optimizer import roles_of
-from forge_core.devices import device_module, query_device
+from forge_core.devices import query_device
 from forge_core.job import Job
 from forge_core.parallel.mesh import local_part
 from forge_core.parallel.stages import model_problems
@@ -65,10 +65,9 @@ def fitting_problems(job: Job, layout: Layout, catalog: Catalog) -> list[Problem
     tokenizer = cast("Tokenizer", _TokenizerToBe(size)) if size else None
     refused: list[list[Problem]] = []
     # With "auto", the run chooses the device: a model is refused here only for problems that occur on both.
-    accelerator = torch.accelerator.current_accelerator() or torch.device("cuda")
-    for device in (accelerator.type, "cpu") if job.train.device == "auto" else (job.train.device,):
+    # Where one asks, there may be no accelerator: the one that most runs have is assumed.
+    for device in ("cuda", "cpu") if job.train.device == "auto" else (job.train.device,):
         try:
-            device_module(device)
             model = bare_model(job, bare_context(job, layout, catalog, torch.device(device), tokenizer))
             roles_of(model)  # a wrong declaration is a problem of the model, like one that shows while it is built
         except _NotKnownYet:
@@ -200,13 +199,13 @@ def materialise(model: Model, device: torch.device, seed: int, home: torch.devic
 
 def _check_memory(model: Model, device: torch.device) -> None:
     """Raise a `JobError` if weights and gradients alone do not fit: an allocator reports less, and Linux may kill."""
-    sizes = [(local_part(each).numel(), each.element_size(), each.requires_grad) for each in model.parameters()]
-    needed = sum(count * (size + max(size, 4) * trained) for count, size, trained in sizes)
+    own = [(local_part(each), each.requires_grad) for each in model.parameters()]
+    needed = sum(part.nbytes + max(part.nbytes, 4 * part.numel()) * trained for part, trained in own)
     host = re.search(r"MemAvailable: *(\d+) kB", MEMINFO.read_text() if MEMINFO.exists() else "")
-    info = query_device(device, "mem_get_info")
-    free = info[0] if info else 1024 * int(host[1]) if host and device.type == "cpu" else needed
+    on_host = (1024 * int(host[1]),) if host and device.type == "cpu" else (needed,)
+    free, *_ = query_device(device, "mem_get_info") or on_host
     if needed > free:
-        what = f"{sum(row[0] for row in sizes):,} parameters on this rank take {needed / 1e9:,.1f} GB with gradients"
+        what = f"{sum(p.numel() for p, _ in own):,} parameters on this rank take {needed / 1e9:,.1f} GB with gradients"
         raise JobError.at("model", f"{what}, and {device} has {free / 1e9:,.1f} GB free; see `forge-run plan`")
 
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from forge_core.contracts.errors import JobError
 from forge_core.contracts.layout import Layout, MeshDimension
-from forge_core.devices import device_module
+from forge_core.devices import device_problem
 from forge_core.job import LaunchSection
 from forge_core.launch.rank_process import this_process
 from forge_core.launch.rendezvous import Rendezvous
@@ -38,11 +38,11 @@ def choose_device(name: str) -> torch.device:
     # NCCL refuses two ranks on one GPU, and devices of two kinds could not be in one mesh, so it is all ranks or none.
     found = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     wanted = found.type if name == "auto" else name
-    count = device_module(wanted).device_count()
     if wanted == "cpu":
         return torch.device(wanted)
-    if wanted != found.type:
-        raise JobError.at("train.device", f'is "{name}", but what torch finds here is {found.type}; use it, or "auto"')
+    if problem := device_problem(wanted) if wanted == found.type else f"what torch finds here is {found.type}":
+        raise JobError.at("train.device", f'is "{name}": {problem}')
+    count = torch.accelerator.device_count()
     # SLURM may show each task its own GPUs only.
     ranks = 1 if is_rank_of_step(os.environ) else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if ranks <= count:
@@ -194,9 +194,8 @@ def _disseminate(known: Tensor) -> Tensor:
     rank, size, distance = dist.get_rank(), dist.get_world_size(), 1
     received = torch.empty_like(known)
     while distance < size:
-        sending = dist.isend(known, (rank + distance) % size)
+        sending: Any = dist.isend(known, (rank + distance) % size)
         dist.recv(received, (rank - distance) % size)
-        assert sending is not None
         sending.wait()
         known, distance = torch.maximum(known, received), 2 * distance
     return known

@@ -173,9 +173,7 @@ MISTAKES = [
         variables={"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"},
         torch=True,
     ),
-    Mistake(
-        31, "job.toml --train.device=cuda", 'train.device: is "cuda", but what torch finds here is cpu', torch=True
-    ),
+    Mistake(31, "job.toml --train.device=cuda", 'train.device: is "cuda": what torch finds here is cpu', torch=True),
     Mistake(
         32,
         "job.toml --parallel.tp.size=2",

@@ -147,5 +147,7 @@ def test_a_device_that_torch_does_not_know_is_refused_by_name(name):
 def test_a_module_of_a_vendor_without_what_a_run_needs_is_refused_with_what_it_lacks(monkeypatch):
     module = SimpleNamespace(device_count=lambda: 1, synchronize=lambda: None)
     monkeypatch.setattr(torch, "get_device_module", lambda name: module)
-    with refuses("train.device", '"hpu"', "lacks Event, manual_seed"):
-        choose_device("hpu")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("hpu"))
+    for name in ("hpu", "auto"):
+        with refuses("train.device", f'"{name}"', "lacks Event, manual_seed"):
+            choose_device(name)

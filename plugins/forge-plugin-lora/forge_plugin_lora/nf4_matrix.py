@@ -319,7 +319,10 @@ def _read(arguments: Any) -> Any:
 
 
 _DESCRIBING = {
-    *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "is_cpu", "is_cuda", "is_meta", "layout")),
+    *(
+        getattr(Tensor, name).__get__
+        for name in ("shape", "ndim", "dtype", "nbytes", "is_cpu", "is_cuda", "is_meta", "layout")
+    ),
     *(getattr(Tensor, name).__get__ for name in ("device", "requires_grad", "is_sparse", "is_quantized", "grad_fn")),
     *(getattr(Tensor, name) for name in ("size", "dim", "numel", "element_size", "is_floating_point", "stride")),
     *(getattr(Tensor, name) for name in ("is_contiguous", "storage_offset", "is_complex", "__len__")),

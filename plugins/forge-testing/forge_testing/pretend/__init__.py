@@ -39,7 +39,7 @@ from .clocks import PretendedError, clocks
 from .memory import Pinned, pin, pinned_access
 from .tensor import NAME, PretendTensor, copy_from, generators
 
-__all__ = ["NAME", "Pinned", "PretendTensor", "PretendedError", "register", "reset_waits", "waits"]
+__all__ = ["NAME", "Pinned", "PretendTensor", "PretendedError", "on_device", "register", "reset_waits", "waits"]
 
 FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "rand", "randn", "empty_strided", "empty_like", "zeros_like")
 

@@ -147,7 +147,6 @@ class Access:
     readers: dict[int, tuple[int, str]] = Factory(dict)
     kept_for: set[int] = Factory(set)
     """Streams named by `record_stream`: freed memory is not used again before they are through."""
-    name: str = ""
 
     def read(self, stream: Stream, time: int, where: str) -> None:
         if self.writer is not None:
@@ -204,12 +203,11 @@ class Clocks:
         """For each stream, uses by others of memory that it has freed."""
         self.waits: Counter[tuple[str, str]] = Counter()
         """How often the host waited, by (what for, file and line). Waits for an event or stream are not in it."""
+        self.default: Stream
+        """The one that is current where a thread has chosen none; made last, as streams are numbered by this."""
         self._threads = threading.local()
         self._lock = threading.Lock()
         self._count = 0
-
-    def start(self) -> None:
-        self.default = Stream()
 
     def new_stream(self, stream: Stream) -> int:
         with self._lock:
@@ -256,4 +254,4 @@ class Clocks:
 
 
 clocks = Clocks()
-clocks.start()
+clocks.default = Stream()
