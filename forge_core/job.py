@@ -58,8 +58,8 @@ class TrainSection:
     float32_matmul: Literal["highest", "high", "medium"] = field(default="highest", metadata=SAFE)
     """Precision of float32 matrix products inside (torch's `set_float32_matmul_precision`)."""
     device: str = field(default="auto", metadata=SAFE)
-    """Where to train: cpu, cuda, xpu, mps, or the name that a vendor's package gives its device in torch; auto takes an
-    accelerator where torch finds one."""
+    """Device type: `cpu`, `cuda`, `xpu`, `mps`, or a type that a vendor's package registers with torch. `auto`: the
+    available accelerator, or the CPU."""
     non_finite: Literal["skip", "stop", "ignore"] = field(default="skip", metadata=SAFE)
     """When loss or gradients are not finite: skip the update, stop the run, or ignore it and update all the same: then
     clipping by an infinite norm makes gradients 0, and NaN where they are infinite, as torch's does."""

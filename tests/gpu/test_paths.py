@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from forge_core import Trainer
 from forge_core.engine.reporting import Tracker
 from forge_core.vocab_parallel import combine_mean
 from forge_plugin_transformer.document_backends import DocumentChoice
@@ -61,6 +62,20 @@ def choices_of_experts(bench: Bench, jobs: list[dict[str, Any]]) -> list[list[st
         with steps_of(load(bench, tables)) as made:
             found.append([why for what, _, why in made.run.outline.backend_choices if what == "experts"])
     return found
+
+
+def test_a_device_without_statistics_of_memory_trains_and_names_no_peak(bench: Bench) -> None:
+    train = {"device": NAME, "dry_run": "always", "steps": 1, "global_batch_size": 2, "precision": "fp32"}
+    said, line = on_device(without_statistics, bench, decoder(bench, train=train))
+    assert "went forward and backward" in said
+    assert "peak" not in said + line
+
+
+def without_statistics(bench: Bench, tables: dict[str, Any]) -> tuple[str, str]:
+    said: list[str] = []
+    del torch.get_device_module(NAME).memory_stats
+    summary = Trainer(load(bench, tables), echo=said.append).run()
+    return next(text for text in said if text.startswith("dry run: ")), (summary.folder / "metrics.jsonl").read_text()
 
 
 def test_metrics_of_two_devices_make_one_line() -> None:

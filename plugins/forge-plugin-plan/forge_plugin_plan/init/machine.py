@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 SECONDS = 0.5
 """Time of a measurement."""
 PARTS = 16
-"""A product of one in so many rows comes first, to see whether one of all rows is quick enough."""
+"""A product with 1/16 of the rows is timed first; the full product is run only if it fits into the time."""
 
 
 def stated_machine(tflops: float, memory_gb: float | None) -> Machine:

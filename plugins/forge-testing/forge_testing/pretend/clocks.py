@@ -67,10 +67,6 @@ class Stream:
     def device_index(self) -> int:
         return 0
 
-    @property
-    def cuda_stream(self) -> int:
-        return self.stream_id
-
     def now(self) -> Known:
         """What has happened on this stream, and what it has waited for."""
         return {**self.known, self.stream_id: self.time}
