@@ -10,7 +10,7 @@ from pathlib import Path
 from drawn_configs import INSTALLED
 from published_models import SIZES, Published
 from test_published_vision import PARTS_TOO, WHOLE_TOO
-from test_weights_layouts import LIKE_LLAMA, MODELS, has_experts
+from test_weights_layouts import LIKE_LLAMA, MODELS, TOWER_LAYOUTS, TOWERS, has_experts
 
 from forge_plugin_weights.fields import ExportedAs
 
@@ -22,18 +22,13 @@ HEAD = ("| `model_type` | in | out | logits | layouts | configuration |", "|---|
 PARTS = {"siglip": "siglip_vision_model", "siglip2": "siglip2_vision_model", "clip": "clip_vision_model"}
 PARTS |= {name: f"{name}_text" for name in ("gemma3", "gemma3n", "gemma4", "llama4")} | {"mistral3": "ministral3"}
 """Architectures of a part, by the `model_type` of the whole whose published configuration is read."""
-TOWERS = ("siglip_vision_model", "siglip2_vision_model", "clip_vision_model", "mllama_vision_model")
-SINGLE = ("internvl",)
-"""Models whose logits are compared in float32 alone."""
 
 
 def rows() -> Iterator[str]:
     read = configurations()
     for type_ in sorted(INSTALLED):
         out = next((each.model_type for each in INSTALLED[type_].fields() if isinstance(each, ExportedAs)), "")
-        compared = (
-            f"as `{out}`" if out else "features, 1e-9" if type_ in TOWERS else "1e-4" if type_ in SINGLE else "1e-9"
-        )
+        compared = f"as `{out}`" if out else "features, 1e-9" if type_ in TOWERS else "1e-9"
         cells = (f"`{type_}`", "yes", f"as `{out}`" if out else "yes", compared, layouts(out or type_), read[type_])
         yield f"| {' | '.join(cells)} |"
 
@@ -43,9 +38,11 @@ def layouts(type_: str) -> str:
     names = [name for name in MODELS if name.partition(",")[0] == type_]
     if type_ in LIKE_LLAMA:
         return "as `llama`"
+    if type_ in TOWERS:
+        return ", ".join(layout.rstrip("2") for layout in TOWER_LAYOUTS)
     divided = ["tp"] if any(kv_heads(name) % 2 == 0 for name in names) else []
     experts = ["ep"] if any(has_experts(name) for name in names) else []
-    return ", ".join(["fsdp", *divided, "pp", *experts]) if names else "not compared"
+    return ", ".join(["fsdp", *divided, "pp", *experts])
 
 
 def kv_heads(name: str) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +49,7 @@ LAYOUTS: Mapping[str, Mapping[str, Any]] = {
     "tp2": {"tp": {"degree": 2}},
     "pp2": {"pp": {"degree": 2}},
     "ep2": {"fsdp": {}, "ep": {"degree": 2}},
+    "cp2": {"cp": {"degree": 2}},
 }
 SEEING: Mapping[str, Any] = {
     **published_vision.MODELS,
@@ -58,6 +60,12 @@ SEEING: Mapping[str, Any] = {
     # Variants differ by settings alone
     **{name: each for name, each in {**published_qwen.MODELS, **ANY_RESOLUTION}.items() if "," not in name},
 }
+TOWERS: Mapping[str, Any] = {
+    name: each for name, each in {**published_vision.TOWERS, **published_vision.TILED}.items() if "vision" in name
+}
+TOWER_LAYOUTS = ("fsdp2", "tp2", "pp2", "cp2")
+LANGUAGE: Mapping[str, Any] = {"vocab_size": 64, "dim": 32, "layers": 2, "attention": {"heads": 4}}
+"""What a tower is trained in."""
 MODELS: Mapping[str, Any] = {**LANGUAGE_MODELS, **SEEING}
 TRAINED: Mapping[str, str] = {
     "llama": "fsdp2",
@@ -124,7 +132,7 @@ LIKE_LLAMA = (
     *("gemma", "gemma2", "gemma3_text"),
 )
 """Architectures with Llama's matrices, by the same names and rules."""
-ANY_SIZE = ("mistral3", *published_vision.BUDGETED, "kimi_k25, experts")
+ANY_SIZE = ("siglip2_vision_model", "mistral3", *published_vision.BUDGETED, "kimi_k25, experts")
 IMAGES = "forge_testing.vision:RandomImages"
 JOB: Mapping[str, Any] = {
     "train": {"steps": 1, "global_batch_size": 4, "micro_batch_size": 2, "seq_len": 24, "precision": "fp32"},
@@ -148,7 +156,7 @@ class Imported:
     @classmethod
     def write(cls, folder: Path, name: str, dtype: torch.dtype = torch.float32) -> Imported:
         published = folder / "published" / run_name(name)
-        MODELS[name].write(published, dtype)
+        {**MODELS, **TOWERS}[name].write(published, dtype)
         run = import_folder(published, folder / "imported" / run_name(name), tokenizer=False)
         return cls(name, dtype, published, run, model_tensors(ours(run)))
 
@@ -169,11 +177,13 @@ class Imported:
     def job(self, output: Path, stages: Mapping[str, Any], **tables: Any) -> Job:
         """Returns the job of `forge-run RUN/start.toml job.toml`."""
         table = tomllib.loads((self.run / START).read_text()) | JOB | tables
+        if self.name in TOWERS:
+            table["model"]["language"] = dict(LANGUAGE)
         if "vision" in table["model"]:
             # Less room than of an import for images of any size, which rows of 24 tokens cannot have
             room = {"images_per_sequence": 4, "patches_per_sequence": 96} if self.name in ANY_SIZE else {}
             table["model"]["vision"] |= room
-            table["data"] = {"sources": [{"type": IMAGES, "vocabulary": 60, "sequences": 4}]}
+            table["data"] = {"sources": [{"type": IMAGES, "vocabulary": 60, "sequences": 4, "held_out": 0}]}
         table |= {"job": {"name": run_name(self.name), "output": str(output)}, "parallel": stages}
         return parse_job(tomli_w.dumps(table), "job.toml", Catalog.installed())
 
@@ -247,19 +257,24 @@ def numbers(run: Path) -> list[float]:
     return [step["loss"], step["grad_norm"]]
 
 
-def check_training(folder: Path, models: Mapping[str, Imported], trained: Mapping[str, str]) -> None:
-    """Runs that start from models, each under one layout, have the numbers of one process, and export its weights."""
-    chosen = [models[name] for name in trained]
-    alone = [training(model, folder / "one", {}) for model in chosen]
-    together = [training(models[name], folder / "two", LAYOUTS[layout]) for name, layout in trained.items()]
+def check_training(folder: Path, models: Mapping[str, Imported], trained: Iterable[tuple[str, str]]) -> None:
+    """Runs that start from models, under their layouts, have the numbers of one process, and export its weights."""
+    pairs = [(models[name], layout) for name, layout in trained]
+    alone = [training(model, folder / "one", {}) for model in {model.name: model for model, _ in pairs}.values()]
+    together = [training(model, folder / layout, LAYOUTS[layout]) for model, layout in pairs]
     # In a process apart: this one holds all of `transformers`, which each collection of garbage would search.
     run_on_ranks(1, lambda rank: train(alone))
     run_on_ranks(2, lambda rank: train(together))
-    for model in chosen:
-        one, two = (folder / ranks / run_name(model.name) for ranks in ("one", "two"))
-        check_parts(arrived(one), model.tensors)
-        check_parts(arrived(two), model.tensors)
-        assert numbers(two) == pytest.approx(numbers(one), rel=1e-12), model.name
+    for model, layout in pairs:
+        one, two = (folder / ranks / run_name(model.name) for ranks in ("one", layout))
+        tensors = model.tensors
+        if model.name in TOWERS:  # the rest of the model begins anew
+            tensors = {**{name: part.local for name, part in arrived(one)[0].items()}, **tensors}
+        check_parts(arrived(one), tensors)
+        # Ranks that share positions have all weights each
+        for parts in [[rank] for rank in arrived(two)] if layout == "cp2" else [arrived(two)]:
+            check_parts(parts, tensors)
+        assert numbers(two) == pytest.approx(numbers(one), rel=1e-12), f"{model.name}, {layout}"
         before, after = (load_file(run / "exports/step-1/model.safetensors") for run in (one, two))
         assert after.keys() == before.keys()
         for name, tensor in after.items():
@@ -321,12 +336,18 @@ def layouts_of_other(model: Imported, others: Mapping[str, Imported]) -> Sequenc
 
 
 def test_losses_are_those_of_one_process(tmp_path, models):
-    check_training(tmp_path, models, TRAINED)
+    check_training(tmp_path, models, TRAINED.items())
 
 
 @pytest.mark.thorough
 def test_losses_of_models_with_other_layers_are_those_of_one_process(tmp_path, other_models):
-    check_training(tmp_path, other_models, TRAINED_TOO)
+    check_training(tmp_path, other_models, TRAINED_TOO.items())
+
+
+@pytest.mark.thorough
+def test_losses_of_models_with_a_tower_that_came_alone_are_those_of_one_process(tmp_path):
+    towers = {name: Imported.write(tmp_path, name) for name in TOWERS}
+    check_training(tmp_path, towers, product(TOWERS, TOWER_LAYOUTS))
 
 
 def test_a_rank_with_other_numbers_is_found(tmp_path, models):
