@@ -96,7 +96,7 @@ lr = {options.lr}
 weight_decay = {options.wd}
 [checkpoint.storage]
 folder = "checkpoints"
-[plugins.onednn]
+[plugins.cpu_products]
 """
 
 

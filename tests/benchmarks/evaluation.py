@@ -5,7 +5,7 @@ python tests/benchmarks/evaluation.py --rounds 5
 Requests are made of random words of a vocabulary of 32,000. Both sides run in turns in one process; ratios are of the
 medians of CPU time. Answers are compared first: log-probabilities within 1e-3, texts where they agree.
 
-With `--onednn`, Forge's side computes as that of a job which names `[plugins.onednn]`, the other side as it does.
+With `--onednn`, Forge's side computes as that of a job which names `[plugins.cpu_products]`, the other side as it does.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from lm_eval.models.huggingface import HFLM
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from forge_plugin_compile.onednn import products
+from forge_plugin_compile.products.dispatch import take_over
+from forge_plugin_compile.products.onednn import ByOneDNN
 from forge_plugin_evaluate.harness.model import ForgeLM
 from forge_plugin_transformer import GroupedQueryAttention, SwiGLU, Transformer
 from forge_plugin_transformer.huggingface_names import to_huggingface
@@ -133,13 +134,13 @@ def compare(method, ours, theirs):
 def timed(lm, method, asked, onednn):
     """Returns seconds of CPU time."""
     if onednn:
-        products.take_over()
+        take_over(ByOneDNN())
     try:
         started = time.process_time()
         getattr(lm, method)(asked, disable_tqdm=True)
         return time.process_time() - started
     finally:
-        products.give_back()
+        take_over()
 
 
 def measure(options):
@@ -165,7 +166,7 @@ if __name__ == "__main__":
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--onednn", action="store_true", help="as a job with [plugins.onednn] on Forge's side")
+    parser.add_argument("--onednn", action="store_true", help="as a job with [plugins.cpu_products] on Forge's side")
     parser.add_argument("--only", default="", help="tasks with this in their name")
     settings = parser.parse_args()
     torch.set_num_threads(settings.threads)

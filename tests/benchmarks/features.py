@@ -70,7 +70,7 @@ type = "chunked_cross_entropy"
 [optimizer]
 type = "adamw"
 lr = 3e-4
-[plugins.onednn]
+[plugins.cpu_products]
 {"" if text else FROZEN}
 {KEPT.format(folder=folder) if options.engine in ("first", "second") else ""}
 """

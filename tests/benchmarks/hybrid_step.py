@@ -91,7 +91,7 @@ type = "adamw"
 lr = {options.lr}
 betas = [0.9, 0.95]
 weight_decay = 0.0
-[plugins.onednn]
+[plugins.cpu_products]
 """
 
 

@@ -88,7 +88,7 @@ type = "chunked_cross_entropy"
 type = "adamw"
 lr = {options.lr}
 weight_decay = 0.1
-[plugins.onednn]
+[plugins.cpu_products]
 """
 
 

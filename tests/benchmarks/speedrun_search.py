@@ -38,7 +38,7 @@ ALL = {
     "optimizer.lr": "0.03",
     "optimizer.adam_lr": "6e-3",
     "scheduler.type": '"wsd"',
-    "plugins.onednn": "{}",
+    "plugins.cpu_products": "{}",
 }
 """What trials share unless they say otherwise."""
 

@@ -15,9 +15,9 @@ from forge_core.cli.command_line import parse_job_arguments
         (["job.toml", "--parallel.fsdp"], ["job.toml"], ["--parallel.fsdp={}"]),
         (["--parallel.fsdp=true", "job.toml"], ["job.toml"], ["--parallel.fsdp={}"]),
         (
-            ["--plugins.onednn", "job", "--parallel.tp.degree", "2"],
+            ["--plugins.cpu_products", "job", "--parallel.tp.degree", "2"],
             ["job"],
-            ["--plugins.onednn={}", "--parallel.tp.degree=2"],
+            ["--plugins.cpu_products={}", "--parallel.tp.degree=2"],
         ),
         (["job", "--parallel.fsdp", "{shard = 2}"], ["job"], ["--parallel.fsdp={shard = 2}"]),
         (["job", "--train.precision", "bf16"], ["job"], ["--train.precision=bf16"]),

@@ -1,4 +1,4 @@
-"""torch.compile, block by block: stage `compile` of kind `parallel`; matrix products by oneDNN: subpackage `onednn`."""
+"""torch.compile, block by block: stage `compile` of kind `parallel`; subpackage `products`: products on a CPU."""
 
 from forge_plugin_compile.compile import Compile
 

@@ -93,9 +93,9 @@ def test_keys_of_the_job_stand_between_options():
         parser.add_argument("--prompt")
         return separated(parser, words)
 
-    options = parsed("--plugins.onednn", "run", "--prompt", "-- a. b", "--model.attention.kernel=sdpa")
+    options = parsed("--plugins.cpu_products", "run", "--prompt", "-- a. b", "--model.attention.kernel=sdpa")
     assert (options.path, options.prompt) == ("run", "-- a. b")
-    assert options.overrides == ["--plugins.onednn={}", "--model.attention.kernel=sdpa"]
+    assert options.overrides == ["--plugins.cpu_products={}", "--model.attention.kernel=sdpa"]
     with refuses("", "--train.steps=3"):
         parsed("run", "--train.steps=3")
 

@@ -19,8 +19,9 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from forge_kit.nn.products import multiplied_by
-from forge_plugin_compile.onednn.products import give_back, is_faster, take_over
+from forge_kit.nn.products import multiplied_by, multiply_by
+from forge_plugin_compile.products.dispatch import take_over
+from forge_plugin_compile.products.onednn import ByOneDNN
 from forge_plugin_transformer.attention_backends import SUPPORTED, Choice, Kernel
 from forge_plugin_transformer.document_backends import DocumentChoice
 from forge_plugin_transformer.modules.attention_core import AttentionCore
@@ -45,15 +46,16 @@ def main() -> None:
     device = torch.device(options.device)
     print(HEADER.format(tokens=options.tokens, date=date.today(), machine=machine(device), torch=torch.__version__))
     for (dtype, by_onednn), length, width in product(variants(device), LENGTHS, WIDTHS):
-        (take_over if by_onednn else give_back)()
+        take_over(*([ByOneDNN()] if by_onednn else []))
+        multiply_by("oneDNN" if by_onednn else None, torch.float32)
         shape = (max(1, options.tokens // length), length, width // HEADS)
         times = measure(device, dtype, shape, options.rounds)
         print("\n".join(["", "[[measurement]]", *row(device, dtype, shape, times)]), flush=True)
 
 
 def variants(device: torch.device) -> list[tuple[torch.dtype, bool]]:
-    """Dtypes, and whether oneDNN multiplies float32: by BLAS, and by oneDNN where [plugins.onednn] takes that."""
-    further = [(torch.float32, True)] if device.type == "cpu" and is_faster() else []
+    """Dtypes, and whether oneDNN multiplies float32: by BLAS, and by oneDNN where [plugins.cpu_products] takes that."""
+    further = [(torch.float32, True)] if device.type == "cpu" and ByOneDNN.helps() else []
     return [(torch.bfloat16, False), (torch.float32, False), *further]
 
 

@@ -1,7 +1,7 @@
 """The library that multiplies matrices on a CPU, for code whose speed depends on it.
 
-torch itself sends 16-bit products to oneDNN and float32 ones to its BLAS. A plugin that changes the latter for a run
-(`forge-plugin-compile`) notes it here, since both are properties of the process and not of a component.
+torch itself sends 16-bit products to oneDNN and float32 ones to its BLAS. A plugin that changes this for a run
+(`forge-plugin-compile`) notes it here, since it is a property of the process and not of a component.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ CPULibrary = Literal["BLAS", "oneDNN"]
 MULTIPLE = 32
 """oneDNN's float32 products are the faster ones where sizes are multiples of this."""
 
-_libraries: dict[torch.dtype, CPULibrary] = {torch.float32: "BLAS"}
+_libraries: dict[torch.dtype, CPULibrary] = {}
 
 
 def multiplied_by(dtype: torch.dtype) -> CPULibrary:
@@ -31,6 +31,10 @@ def size_multiple(dtype: torch.dtype) -> int:
     return MULTIPLE if multiplied_by(dtype) == "oneDNN" else 1
 
 
-def multiply_float32_by(library: CPULibrary) -> None:
-    """Record the library of float32 products from now on, for a plugin that changes it and changes it back."""
-    _libraries[torch.float32] = library
+def multiply_by(library: CPULibrary | None, *dtypes: torch.dtype) -> None:
+    """Record the library of these dtypes' products, for a plugin that changes it; None: torch's own choice again."""
+    for dtype in dtypes:
+        if library is None:
+            _libraries.pop(dtype, None)
+        else:
+            _libraries[dtype] = library
