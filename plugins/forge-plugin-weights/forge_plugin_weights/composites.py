@@ -39,6 +39,7 @@ from forge_plugin_weights.tables import (
     nested,
     preferred,
     read_fields,
+    with_quantisation,
 )
 from forge_plugin_weights.vision_kinds import VisionLanguageArchitecture, VisionTowerArchitecture
 
@@ -222,7 +223,7 @@ class VisionTable(Field):
         if name not in self.towers:
             raise Unsupported(f"{VISION}.model_type = {name!r}; Forge has {', '.join(self.towers)}")
         tower = self.towers[name]
-        return InnerTable(VISION, "", tower, tower.tower(), tower.part_of(config), self.harmless)
+        return InnerTable(VISION, "", tower, with_quantisation(tower.tower()), tower.part_of(config), self.harmless)
 
     def read(self, config: Config) -> Flat:
         return read_table(self.inner(config))

@@ -393,6 +393,8 @@ class Rope(Field):
     share_key: str = "partial_rotary_factor"
     """Its name beside `rope_scaling`."""
     types: Mapping[str, RopeType] = field(default=ROPES, repr=False)
+    missing: Mapping[str, Any] = field(factory=dict, repr=False)
+    """`rope_parameters` where a configuration has no table. Empty: a plain encoding."""
 
     @property
     def keys(self) -> Collection[str]:
@@ -405,6 +407,7 @@ class Rope(Field):
         Raises:
             Unsupported: they disagree, the type is not known, or it lacks a key or has one that it does not take.
         """
+        config = self.completed(config)
         forms = [form for form in (self._first_form(config), self._second_form(config)) if form is not None]
         if len(forms) == 2 and "rope_scaling" not in config:  # the base stands in both places; the form, in one
             forms[0] = {**forms[1], "rope_theta": forms[0]["rope_theta"]}
@@ -431,6 +434,22 @@ class Rope(Field):
             raise Unsupported(f"rope_type {type_!r} without {', '.join(missing)}")
         own = {f"{self.path}.{name}": values[name] for name in known.keys}
         return {f"{self.path}.type": known.component, f"{self.path}.theta": theta, **share, **own}
+
+    def completed(self, config: Config) -> Config:
+        """Returns a configuration with the table `missing`, where it has none.
+
+        Raises:
+            Unsupported: there is a base and no table, to which versions 4 and 5 of `transformers` give another meaning.
+        """
+        # An empty table is one of version 5, without a form
+        if not self.missing or config.get("rope_scaling") or config.get("rope_parameters") is not None:
+            return config
+        if (base := config.get(self.theta_key)) is not None:
+            message = (
+                f"{self.theta_key} = {base} without rope_parameters has a table by version 5 of transformers alone"
+            )
+            raise Unsupported(f"{message}; add rope_parameters, with rope_type")
+        return {**config, "rope_parameters": self.missing}
 
     def _beside(self, config: Config) -> dict[str, Any]:
         """Returns the keys that stand outside of `rope_scaling` and `rope_parameters`."""

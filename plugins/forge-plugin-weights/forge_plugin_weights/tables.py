@@ -121,9 +121,14 @@ def read_fields(
 
 def all_fields(architecture: ArchitectureComponent) -> Sequence[Field]:
     """Returns the table of keys of an architecture, with those that all of them have."""
+    return with_quantisation(architecture.fields())
+
+
+def with_quantisation(fields: Sequence[Field]) -> Sequence[Field]:
+    """Returns a table of keys with the one that says how files hold weights, which holds for all parts of a model."""
     from forge_plugin_weights.scaled_weights import Quantisation  # imports torch, which a check of a job does without
 
-    return (*architecture.fields(), Quantisation())
+    return (*fields, Quantisation())
 
 
 def write_config(architecture: ArchitectureComponent, model: ModelComponent, catalog: Catalog) -> dict[str, Any]:

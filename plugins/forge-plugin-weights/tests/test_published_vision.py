@@ -304,6 +304,8 @@ def ours_at_start(path: Path) -> Mapping[str, Tensor]:
 
 
 HERE = Path(__file__).parent
+FP8 = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
+"""How files may hold the weights of any part."""
 WHOLE_TOO = ("llama4", "gemma4")
 """Models whose configurations stand among those of language models, which are parts of them."""
 LANGUAGE_CONFIGS: Mapping[str, Any] = json.loads((HERE / "published_configs.json").read_text())
@@ -333,8 +335,10 @@ def test_a_published_configuration_means_what_version_5_makes_of_it(tmp_path, ca
     assert "NOT" not in capsys.readouterr().out
     config = {key: value for key, value in config.items() if key not in unheard}
     model = read_config(architecture, config)
+    assert read_config(architecture, {**config, "quantization_config": FP8}) == model
     made = transformers.AutoConfig.for_model(**config).to_dict()
-    if config["model_type"] == "mistral3":  # version 5 ties a head by default, but for one that the files have
+    # Version 5 ties these heads by default, but for one that the files have
+    if config["model_type"] in ("mistral3", "internvl"):
         made["tie_word_embeddings"] = config.get("tie_word_embeddings", False)
     assert model == read_config(architecture, made)
     component = parse_component(model, name, ModelComponent, catalog)

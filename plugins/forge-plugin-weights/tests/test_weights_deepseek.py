@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from published_models import MODELS, Published, ids_of, logits, ours
+from published_vision import ANY_SIZE
 from safetensors.torch import load_file, save_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
@@ -89,7 +90,7 @@ def quantised(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The matrices of layers in 8 bits, as DeepSeek-V3 has them, with random scales."""
     result = {}
     for name, tensor in tensors.items():
-        plain = tensor.ndim < 2 or name.endswith("gate.weight") or not name.startswith("model.layers.")
+        plain = tensor.ndim < 2 or name.endswith("gate.weight") or ".layers." not in name
         result[name] = tensor if plain else (tensor * 8).to(torch.float8_e4m3fn)
         if not plain:
             shape = [math.ceil(length / size) for length, size in zip(tensor.shape, BLOCK, strict=True)]
@@ -135,8 +136,11 @@ def test_wide_weights_are_those_of_transformers(published):
     assert torch.equal(place.read(), Fp8Dequantize(None)._dequantize_one(narrow, scales, torch.bfloat16))
 
 
-def test_matrices_with_a_single_scale_are_read_as_transformers_does(published, tmp_path):
-    """As files of Devstral 2, with numbers by which a server rounds inputs."""
+@pytest.mark.parametrize("model", [MODELS["deepseek_v3"], ANY_SIZE["mistral3"]], ids=["texts", "images"])
+def test_matrices_with_a_single_scale_are_read_as_transformers_does(tmp_path, model):
+    """As files of Devstral 2 and of Ministral 3 with its tower, with numbers by which a server rounds inputs."""
+    published = tmp_path / "published"
+    model.write(published)
     tensors = quantised(tensors_of(published))
     scales = {name: torch.rand([] if n % 2 else [1]) for n, name in enumerate(tensors) if name.endswith("_scale_inv")}
     inputs = {name.replace("weight_scale_inv", "activation_scale"): torch.rand([]) for name in scales}

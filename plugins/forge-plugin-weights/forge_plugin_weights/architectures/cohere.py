@@ -10,7 +10,6 @@ from attrs import frozen
 from forge_plugin_weights.architectures.dense import (
     ENDS,
     FFN,
-    TRANSFORMER,
     all_biases,
     attention_fields,
     named_alike,
@@ -42,9 +41,8 @@ WINDOWS = WindowsOfSome(default=4096, rule=every_nth_is_full(PATTERN, 4), furthe
 def cohere_fields(rope: Rope) -> Sequence[Field]:
     """Returns the keys of both; `rope` is the position encoding."""
     return (
-        Fixed({"type": f"{TRANSFORMER}/transformer", "norm.type": f"{TRANSFORMER}/layernorm", "norm.bias": False}),
-        *shape_fields(tied=True)[1:],
-        Fixed({"residual": "parallel", "norm_placement": "shared", "ffn.bias": False}),
+        *shape_fields(tied=True, norm="layernorm"),
+        Fixed({"norm.bias": False, "residual": "parallel", "norm_placement": "shared", "ffn.bias": False}),
         *attention_fields(rope=rope),
         all_biases(),
         *swiglu_fields(),

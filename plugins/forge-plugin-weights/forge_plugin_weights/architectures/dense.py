@@ -18,17 +18,23 @@ from forge_plugin_weights.rules import Repeated, Same
 TRANSFORMER = "forge-plugin-transformer"
 
 
-def named_alike(*modules: str) -> Sequence[Rule]:
-    """Returns the rules of modules of a layer, by our names, that are called as in Llama and Qwen3."""
+def renamed(modules: Mapping[str, str]) -> Sequence[Rule]:
+    """Returns the rules of modules of a layer: theirs by ours, with biases if there are any."""
     return [
-        Same(f"layers.{{layer}}.{module}.{{tensor}}", f"model.layers.{{layer}}.{PARTS[module]}.{{tensor}}")
-        for module in modules
+        Same(f"layers.{{layer}}.{ours}.{{tensor}}", f"model.layers.{{layer}}.{theirs}.{{tensor}}")
+        for ours, theirs in modules.items()
     ]
 
 
+def named_alike(*modules: str) -> Sequence[Rule]:
+    """Returns the rules of modules of a layer, by our names, that are called as in Llama and Qwen3."""
+    return renamed({module: PARTS[module] for module in modules})
+
+
 ENDS: Sequence[Rule] = [Same(f"{ours}.weight", f"{theirs}.weight") for ours, theirs in huggingface_names.ENDS.items()]
+ENDS_WITH_BIAS: Sequence[Rule] = (*ENDS[::2], Same("norm.{tensor}", "model.norm.{tensor}"))
+"""Ends of models whose last norm has a bias."""
 NORMS = named_alike("attention_norm", "ffn_norm")
-# With biases, if there are any: `{tensor}` stands for either.
 ATTENTION = named_alike(*(f"attention.{matrix}" for matrix in "qkvo"))
 QK_NORM = named_alike("attention.q_norm", "attention.k_norm")
 FFN = named_alike("ffn.gate", "ffn.up", "ffn.down")
@@ -43,10 +49,15 @@ def tied_head(model: Flat) -> Sequence[Rule]:
     return [Repeated("embedding.weight", "lm_head.weight")] if model["tie_embeddings"] else []
 
 
-def shape_fields(*, tied: bool = False) -> Sequence[Field]:
-    """Returns the keys of width, depth, vocabulary and head that all of them have; `tied` is the default."""
+def shape_fields(*, tied: bool = False, norm: str = "rmsnorm") -> Sequence[Field]:
+    """Returns the keys of width, depth, vocabulary and head that all of them have.
+
+    Args:
+        tied: the default of the key by which the head is the embedding.
+        norm: type of the norms.
+    """
     return (
-        Fixed({"type": f"{TRANSFORMER}/transformer", "norm.type": f"{TRANSFORMER}/rmsnorm"}),
+        Fixed({"type": f"{TRANSFORMER}/transformer", "norm.type": f"{TRANSFORMER}/{norm}"}),
         Key("hidden_size", "dim"),
         Key("num_hidden_layers", "layers"),
         Key("vocab_size", "vocab_size"),
@@ -101,6 +112,29 @@ def swiglu_fields(path: str = "ffn") -> Sequence[Field]:
     )
 
 
+def dense_fields(
+    attention: Sequence[Field],
+    *further: Field,
+    tied: bool = False,
+    eps: float = 1e-6,
+    eps_of: str | tuple[str, ...] = "norm.eps",
+) -> Sequence[Field]:
+    """Returns the keys of a model with a gated feed-forward part in all layers.
+
+    Args:
+        attention: the keys of attention; see `attention_fields`.
+        further: keys that a family has besides.
+        tied: whether the head is the embedding where no key says so.
+        eps: added to the variance in norms, where the key is missing.
+        eps_of: what that key stands for; `EPS_OF_ALL` where queries and keys are normalised.
+    """
+    norms = Key("rms_norm_eps", eps_of, eps)
+    return (*shape_fields(tied=tied), *attention, *further, *swiglu_fields(), norms)
+
+
+EPS_OF_ALL = ("norm.eps", "attention.qk_norm_eps")
+
+
 def all_biases(default: bool = False) -> Field:
     """Returns the key `attention_bias`: all four projections, or none."""
     settings: dict[bool, Flat] = {
@@ -124,11 +158,27 @@ def late_windows(config: Config) -> Sequence[bool]:
     return [layer >= first for layer in range(depth(config))]
 
 
+PLAIN = Fixed({"attention.bias": False, "attention.qk_norm": False, "ffn.bias": False})
+"""Of a family without keys of biases and of norms in attention."""
 QWEN_WINDOWS = LayerWindows(default=4096, switched=True, rule=late_windows, further=("max_window_layers",))
 
 
 @frozen(kw_only=True)
-class Llama(ArchitectureComponent):
+class Dense(ArchitectureComponent):
+    """A base: Llama's matrices by Llama's names, but for what a family has otherwise, one attribute for each part."""
+
+    ends: ClassVar[Sequence[Rule]] = ENDS
+    norms: ClassVar[Sequence[Rule]] = NORMS
+    qk_norm: ClassVar[Sequence[Rule]] = ()
+    ffn: ClassVar[Sequence[Rule]] = FFN
+
+    def rules(self, model: Flat) -> Sequence[Rule]:
+        """Returns the rules of all parts, and of a head that is the embedding."""
+        return (*self.ends, *self.norms, *ATTENTION, *self.qk_norm, *self.ffn, *tied_head(model))
+
+
+@frozen(kw_only=True)
+class Llama(Dense):
     """Llama 1 to 3.3, and models in its format: SmolLM, SmolLM2, TinyLlama, Yi, DeepSeek's first models."""
 
     name = "LlamaForCausalLM"
@@ -136,22 +186,16 @@ class Llama(ArchitectureComponent):
     harmless = ("pretraining_tp", "is_llama_config")
 
     def fields(self) -> Sequence[Field]:
-        return (
-            *shape_fields(),
-            *attention_fields(),
+        return dense_fields(
+            attention_fields(),
             Only("rope_interleaved", False, "pairs of a rotation are half a head apart", write_it=False),
             all_biases(),
             Key("mlp_bias", "ffn.bias", False),
-            *swiglu_fields(),
-            Key("rms_norm_eps", "norm.eps", 1e-6),
         )
-
-    def rules(self, model: Flat) -> Sequence[Rule]:
-        return (*ENDS, *NORMS, *ATTENTION, *FFN, *tied_head(model))
 
 
 @frozen(kw_only=True)
-class Mistral(ArchitectureComponent):
+class Mistral(Dense):
     """Mistral 7B, Mistral Nemo, Mistral Small."""
 
     name = "MistralForCausalLM"
@@ -163,20 +207,11 @@ class Mistral(ArchitectureComponent):
     }
 
     def fields(self) -> Sequence[Field]:
-        return (
-            *shape_fields(),
-            *attention_fields(kv_heads=8),
-            *swiglu_fields(),
-            Key("rms_norm_eps", "norm.eps", 1e-6),
-            Window(default=4096),
-        )
-
-    def rules(self, model: Flat) -> Sequence[Rule]:
-        return (*ENDS, *NORMS, *ATTENTION, *FFN, *tied_head(model))
+        return dense_fields(attention_fields(kv_heads=8), Window(default=4096))
 
 
 @frozen(kw_only=True)
-class Qwen2(ArchitectureComponent):
+class Qwen2(Dense):
     """Qwen2 and Qwen2.5: biases of queries, keys and values."""
 
     name = "Qwen2ForCausalLM"
@@ -188,38 +223,28 @@ class Qwen2(ArchitectureComponent):
     }
 
     def fields(self) -> Sequence[Field]:
-        return (
-            *shape_fields(),
-            *attention_fields(kv_heads=32),
+        return dense_fields(
+            attention_fields(kv_heads=32),
             QWEN_WINDOWS,
             Only("use_mrope", False, "positions count text only", write_it=False),
             # Always, in `Qwen2Attention`
             Fixed({"attention.bias": True, "attention.output_bias": False}),
-            *swiglu_fields(),
-            Key("rms_norm_eps", "norm.eps", 1e-6),
         )
-
-    def rules(self, model: Flat) -> Sequence[Rule]:
-        return (*ENDS, *NORMS, *ATTENTION, *FFN, *tied_head(model))
 
 
 @frozen(kw_only=True)
-class Qwen3(ArchitectureComponent):
+class Qwen3(Dense):
     """Qwen3: queries and keys are normalised per head."""
 
     name = "Qwen3ForCausalLM"
+    qk_norm = QK_NORM
 
     def fields(self) -> Sequence[Field]:
-        return (
-            *shape_fields(),
+        return dense_fields(
             # `Qwen3Config` has heads of 128, whatever the width
-            *attention_fields(head_dim=128, kv_heads=32),
+            attention_fields(head_dim=128, kv_heads=32),
             QWEN_WINDOWS,
             all_biases(),
             Fixed({"attention.qk_norm": True}),  # always, in `Qwen3Attention`
-            *swiglu_fields(),
-            Key("rms_norm_eps", ("norm.eps", "attention.qk_norm_eps"), 1e-6),
+            eps_of=EPS_OF_ALL,
         )
-
-    def rules(self, model: Flat) -> Sequence[Rule]:
-        return (*ENDS, *NORMS, *ATTENTION, *QK_NORM, *FFN, *tied_head(model))

@@ -9,32 +9,25 @@ from attrs import frozen
 
 from forge_plugin_transformer.layer_parts import default_hidden
 from forge_plugin_weights.architectures.dense import (
-    ATTENTION,
-    ENDS,
-    FFN,
     QK_NORM,
     TRANSFORMER,
+    Dense,
     all_biases,
     attention_fields,
+    renamed,
     shape_fields,
-    tied_head,
-)
-from forge_plugin_weights.architectures.dense import (
-    NORMS as NORMS_BEFORE,
 )
 from forge_plugin_weights.fields import REQUIRED, Choice, Converted, Fixed, Follows, Key, Only, OrNone, Rope, value_of
-from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, Flat, Rule
+from forge_plugin_weights.kinds import Config, Field, Flat
 from forge_plugin_weights.layer_fields import LayerWindows, RopeByWindow, every_nth_is_full
-from forge_plugin_weights.rules import Same
 
-NORMS: Sequence[Rule] = tuple(
-    Same(f"layers.{{layer}}.{ours}.weight", f"model.layers.{{layer}}.{theirs}_layernorm.weight")
-    for ours, theirs in {
-        "attention_norm": "input",
-        "attention_post_norm": "post_attention",
-        "ffn_norm": "pre_feedforward",
-        "ffn_post_norm": "post_feedforward",
-    }.items()
+NORMS = renamed(
+    {
+        "attention_norm": "input_layernorm",
+        "attention_post_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "ffn_post_norm": "post_feedforward_layernorm",
+    }
 )
 ACTIVATIONS: Mapping[str, Flat] = {
     theirs: {"ffn.type": f"{TRANSFORMER}/geglu", "ffn.approximate": ours}
@@ -49,6 +42,10 @@ def width_root(config: Config) -> float:
     return float(value_of(config, "hidden_size", REQUIRED) ** 0.5)
 
 
+EMBEDDING_SCALE = Follows("embedding_scale", width_root, lambda model: model["dim"] ** 0.5)
+"""No key has this factor: it is the root of the width always."""
+
+
 def gemma_fields(windows: LayerWindows, rope: Field, *, caps: tuple[float | None, float | None]) -> Sequence[Field]:
     """Returns the keys of both.
 
@@ -60,8 +57,7 @@ def gemma_fields(windows: LayerWindows, rope: Field, *, caps: tuple[float | None
     return (
         *shape_fields(tied=True),
         Fixed({"norm_placement": "both", "norm.offset": 1}),  # files hold the gains of norms less 1
-        # No key has this factor: it is the root of the width always.
-        Follows("embedding_scale", width_root, lambda model: model["dim"] ** 0.5),
+        EMBEDDING_SCALE,
         *attention_fields(head_dim=256, kv_heads=4, rope=rope),
         all_biases(),
         Converted(
@@ -83,7 +79,7 @@ def gemma_fields(windows: LayerWindows, rope: Field, *, caps: tuple[float | None
 
 
 @frozen(kw_only=True)
-class Gemma(ArchitectureComponent):
+class Gemma(Dense):
     """Gemma 1: norms before attention and feed-forward part alone, and no bound of scores or logits."""
 
     name = "GemmaForCausalLM"
@@ -101,7 +97,7 @@ class Gemma(ArchitectureComponent):
         return (
             *shape_fields(tied=True),
             Fixed({"norm.offset": 1}),  # files hold the gains of norms less 1
-            Follows("embedding_scale", width_root, lambda model: model["dim"] ** 0.5),
+            EMBEDDING_SCALE,
             *attention_fields(head_dim=256, kv_heads=16),
             all_biases(),
             Only("use_bidirectional_attention", False, "attention is causal", also=(None,)),
@@ -112,15 +108,13 @@ class Gemma(ArchitectureComponent):
             Key("rms_norm_eps", "norm.eps", 1e-6),
         )
 
-    def rules(self, model: Flat) -> Sequence[Rule]:
-        return (*ENDS, *NORMS_BEFORE, *ATTENTION, *FFN, *tied_head(model))
-
 
 @frozen(kw_only=True)
-class Gemma2(ArchitectureComponent):
+class Gemma2(Dense):
     """Gemma 2: scores and logits are bounded, and every other layer has a window."""
 
     name = "Gemma2ForCausalLM"
+    norms = NORMS
     harmless = HARMLESS
 
     def fields(self) -> Sequence[Field]:
@@ -128,15 +122,14 @@ class Gemma2(ArchitectureComponent):
         windows = LayerWindows(default=4096, rule=every_nth_is_full(2))
         return (*gemma_fields(windows, Rope(), caps=(50.0, 30.0)), Key("rms_norm_eps", "norm.eps", 1e-6))
 
-    def rules(self, model: Flat) -> Sequence[Rule]:
-        return (*ENDS, *NORMS, *ATTENTION, *FFN, *tied_head(model))
-
 
 @frozen(kw_only=True)
-class Gemma3Text(ArchitectureComponent):
+class Gemma3Text(Dense):
     """Gemma 3, or its language model: five of six layers have a window, and a separate base of positions."""
 
     name = "Gemma3ForCausalLM"
+    norms = NORMS
+    qk_norm = QK_NORM
     harmless = HARMLESS
     defaults: ClassVar[Config] = {"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4}
 
@@ -152,6 +145,3 @@ class Gemma3Text(ArchitectureComponent):
             Fixed({"attention.qk_norm": True, "attention.qk_norm_offset": 1}),
             Key("rms_norm_eps", ("norm.eps", "attention.qk_norm_eps"), 1e-6),
         )
-
-    def rules(self, model: Flat) -> Sequence[Rule]:
-        return (*ENDS, *NORMS, *ATTENTION, *QK_NORM, *FFN, *tied_head(model))

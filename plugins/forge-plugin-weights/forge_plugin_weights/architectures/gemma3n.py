@@ -18,11 +18,18 @@ from forge_plugin_weights.architectures.dense import (
     shape_fields,
     tied_head,
 )
-from forge_plugin_weights.architectures.gemma import ACTIVATIONS, NORMS, width_root
-from forge_plugin_weights.architectures.gemma4 import FFN_WIDTH, INPUTS, UNUSED, PerLayerEmbeddings
-from forge_plugin_weights.fields import Choice, Fixed, Follows, Key, Only, Rope, value_of
+from forge_plugin_weights.architectures.gemma import ACTIVATIONS, EMBEDDING_SCALE, NORMS
+from forge_plugin_weights.architectures.gemma4 import (
+    FFN_WIDTH,
+    INPUTS,
+    LEFT_OUT,
+    OF_WHOLES,
+    VALUES_NORMED,
+    PerLayerEmbeddings,
+)
+from forge_plugin_weights.fields import Choice, Fixed, Key, Only, Rope, value_of
 from forge_plugin_weights.keys_by_layer import merged, of_layers
-from forge_plugin_weights.kinds import OTHER, ArchitectureComponent, Config, Field, Flat, Rule, Unsupported
+from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, Flat, Rule, Unsupported
 from forge_plugin_weights.layer_fields import LayerWindows, RopeByWindow, depth, every_nth_is_full
 from forge_plugin_weights.rules import Same
 
@@ -89,8 +96,8 @@ class Gemma3nText(ArchitectureComponent):
     """The language model of Gemma 3n: E2B and E4B."""
 
     name = "Gemma3nForCausalLM"
-    left_out = (*ArchitectureComponent.left_out, *(f"*.self_attn.{name}.weight" for name in UNUSED))
-    renames: ClassVar[Mapping[str, str]] = {r"^model\.(embed_vision|embed_audio|audio_tower)\.": rf"{OTHER}\1."}
+    left_out = LEFT_OUT
+    renames: ClassVar[Mapping[str, str]] = OF_WHOLES
     defaults: ClassVar[Config] = {
         "vocab_size": 262400,
         "hidden_size": 2048,
@@ -105,13 +112,11 @@ class Gemma3nText(ArchitectureComponent):
         return (
             *shape_fields(tied=True),
             Fixed({"norm_placement": "both"}),
-            # No key has this factor: it is the root of the width always.
-            Follows("embedding_scale", width_root, lambda model: model["dim"] ** 0.5),
+            EMBEDDING_SCALE,
             *attention_fields(head_dim=256, kv_heads=2, rope=rope),
             all_biases(),
             WINDOWS,
-            Fixed({"attention.qk_norm": True, "attention.v_norm": True, "attention.scale": 1.0}),
-            Key("rms_norm_eps", ("norm.eps", "attention.qk_norm_eps"), 1e-6),
+            *VALUES_NORMED,
             Key("final_logit_softcapping", "logit_soft_cap", 30.0),
             Choice("hidden_activation", ACTIVATIONS, "gelu_pytorch_tanh", "geglu"),
             Fixed({"ffn.bias": False}),

@@ -11,6 +11,7 @@ from forge_plugin_transformer.layer_parts import default_hidden
 from forge_plugin_weights.architectures.dense import (
     ATTENTION,
     ENDS,
+    EPS_OF_ALL,
     FFN,
     QK_NORM,
     TRANSFORMER,
@@ -20,12 +21,11 @@ from forge_plugin_weights.architectures.dense import (
     tied_head,
 )
 from forge_plugin_weights.architectures.experts import BALANCE, MATRICES, MOE
-from forge_plugin_weights.architectures.gemma import ACTIVATIONS, NORMS, width_root
+from forge_plugin_weights.architectures.gemma import ACTIVATIONS, EMBEDDING_SCALE, NORMS
 from forge_plugin_weights.fields import (
     REQUIRED,
     ROPES,
     Fixed,
-    Follows,
     Irrelevant,
     Key,
     Only,
@@ -380,6 +380,15 @@ EXPERTS: Sequence[Rule] = (
     ),
 )
 """The feed-forward part of a layer with experts; the dense one is that of shared experts."""
+VALUES_NORMED: Sequence[Field] = (
+    Fixed({"attention.qk_norm": True, "attention.v_norm": True, "attention.scale": 1.0}),
+    Key("rms_norm_eps", EPS_OF_ALL, 1e-6),
+)
+"""Queries, keys and values are normalised."""
+# Files have matrices of keys and values in all layers, as published; those that read others' compute nothing.
+LEFT_OUT = (*ArchitectureComponent.left_out, *(f"*.self_attn.{name}.weight" for name in UNUSED))
+OF_WHOLES: Mapping[str, str] = {r"^model\.(embed_vision|embed_audio|audio_tower)\.": rf"{OTHER}\1."}
+"""`renames` of a language model that is published with images and sounds."""
 WINDOWS = WindowsButLast(default=512, rule=every_nth_is_full(6))
 
 
@@ -389,9 +398,8 @@ class Gemma4Text(ArchitectureComponent):
 
     name = "Gemma4ForCausalLM"
     training_only = BALANCE
-    # Files have matrices of keys and values in all layers, as published; those that read others' compute nothing.
-    left_out = (*ArchitectureComponent.left_out, *(f"*.self_attn.{name}.weight" for name in UNUSED))
-    renames: ClassVar[Mapping[str, str]] = {r"^model\.(embed_vision|embed_audio|audio_tower)\.": rf"{OTHER}\1."}
+    left_out = LEFT_OUT
+    renames: ClassVar[Mapping[str, str]] = OF_WHOLES
     defaults: ClassVar[Config] = {
         "vocab_size": 262144,
         "hidden_size": 2304,
@@ -406,8 +414,7 @@ class Gemma4Text(ArchitectureComponent):
         return (
             *shape_fields(tied=True),
             Fixed({"norm_placement": "both", "layer_scalar": True}),
-            # No key has this factor: it is the root of the width always.
-            Follows("embedding_scale", width_root, lambda model: model["dim"] ** 0.5),
+            EMBEDDING_SCALE,
             WINDOWS,
             *(
                 field
@@ -416,8 +423,7 @@ class Gemma4Text(ArchitectureComponent):
             ),
             HeadsByWindow(windows=WINDOWS),
             all_biases(),
-            Fixed({"attention.qk_norm": True, "attention.v_norm": True, "attention.scale": 1.0}),
-            Key("rms_norm_eps", ("norm.eps", "attention.qk_norm_eps"), 1e-6),
+            *VALUES_NORMED,
             OrNone("final_logit_softcapping", "logit_soft_cap"),
             Only("use_bidirectional_attention", None, "attention is causal", also=("vision",), write_it=False),
             Only("is_causal", True, "attention is causal", write_it=False),

@@ -20,26 +20,26 @@ from forge_plugin_weights.architectures.dense import (
     QK_NORM,
     QKV_BIASES,
     attention_fields,
+    dense_fields,
     named_alike,
+    renamed,
     shape_fields,
-    swiglu_fields,
     tied_head,
 )
 from forge_plugin_weights.architectures.dense import NORMS as NORMS_BEFORE
 from forge_plugin_weights.fields import Choice, Fixed, Key, Rope
 from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, Flat, Rule
-from forge_plugin_weights.rules import RotaryRows, Rows, Same
+from forge_plugin_weights.rules import RotaryRows, Rows
 
 LAYER = "model.layers.{layer}"
-NORMS: Sequence[Rule] = [
-    Same(f"layers.{{layer}}.{ours}.weight", f"{LAYER}.{theirs}_layernorm.weight")
-    for ours, theirs in {
-        "attention_norm": "input",
-        "attention_post_norm": "post_self_attn",
-        "ffn_norm": "post_attention",
-        "ffn_post_norm": "post_mlp",
-    }.items()
-]
+NORMS = renamed(
+    {
+        "attention_norm": "input_layernorm",
+        "attention_post_norm": "post_self_attn_layernorm",
+        "ffn_norm": "post_attention_layernorm",
+        "ffn_post_norm": "post_mlp_layernorm",
+    }
+)
 QK_EPS = "attention.qk_norm_eps"
 
 
@@ -92,15 +92,10 @@ class Glm(ArchitectureComponent):
 
     def fields(self) -> Sequence[Field]:
         """Returns the keys; the output projection of attention never has a bias."""
-        return (
-            *shape_fields(),
-            Fixed({"norm_placement": self.placement, "attention.qk_norm": False, "ffn.bias": False}),
-            *attention_fields(head_dim=128, kv_heads=2, rope=Rope(share=0.5)),
-            Choice("attention_bias", QKV_BIASES, True),
-            *swiglu_fields(),
-            # An unusual number, and the default of `GlmConfig`
-            Key("rms_norm_eps", "norm.eps", 1.5625e-7),
-        )
+        placement = Fixed({"norm_placement": self.placement, "attention.qk_norm": False, "ffn.bias": False})
+        attention = attention_fields(head_dim=128, kv_heads=2, rope=Rope(share=0.5))
+        # An unusual number, and the default of `GlmConfig`
+        return dense_fields(attention, placement, Choice("attention_bias", QKV_BIASES, True), eps=1.5625e-7)
 
     def rules(self, model: Flat) -> Sequence[Rule]:
         """Returns the rules; neighbours are rotated together there, and gate and up projection are one matrix."""

@@ -7,19 +7,15 @@ from collections.abc import Sequence
 from attrs import frozen
 
 from forge_plugin_weights.architectures.dense import (
-    ATTENTION,
-    ENDS,
-    FFN,
-    NORMS,
+    EPS_OF_ALL,
+    Dense,
     all_biases,
     attention_fields,
-    shape_fields,
-    swiglu_fields,
-    tied_head,
+    dense_fields,
+    renamed,
 )
-from forge_plugin_weights.fields import Fixed, Key, Only, Rope, value_of
-from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, Flat, Rule
-from forge_plugin_weights.rules import Same
+from forge_plugin_weights.fields import Fixed, Only, Rope, value_of
+from forge_plugin_weights.kinds import Config, Field, Flat
 
 ALPHA = "alpha"
 ATTN = "model.layers.{layer}.self_attn"
@@ -51,10 +47,16 @@ class AlphaRope(Rope):
 
 
 @frozen(kw_only=True)
-class HunyuanDense(ArchitectureComponent):
+class HunyuanDense(Dense):
     """Hunyuan 0.5B to 7B, Hunyuan-MT."""
 
     name = "HunYuanDenseV1ForCausalLM"
+    qk_norm = renamed(
+        {
+            "attention.q_rotated_norm": "self_attn.query_layernorm",
+            "attention.k_rotated_norm": "self_attn.key_layernorm",
+        }
+    )
     # Ids of tokens, and what the class does not read
     harmless = (
         *("pretraining_tp", "eod_token_id", "im_start_id", "im_end_id", "im_newline_id", "text_start_id", "pad_id"),
@@ -63,22 +65,13 @@ class HunyuanDense(ArchitectureComponent):
     )
 
     def fields(self) -> Sequence[Field]:
-        return (
-            *shape_fields(),
-            *attention_fields(rope=AlphaRope()),
+        return dense_fields(
+            attention_fields(rope=AlphaRope()),
             all_biases(),
             Fixed({"attention.qk_norm": True, "attention.qk_norm_rotated": True, "ffn.bias": False}),
             Only("use_qk_norm", True, "queries and keys are normalised always", write_it=False),
             Only("use_cla", False, "no layer takes the keys of another", write_it=False),
             Only("mlp_bias", False, "feed-forward parts have no biases", write_it=False),
-            *swiglu_fields(),
-            Key("rms_norm_eps", ("norm.eps", "attention.qk_norm_eps"), 1e-5),
+            eps=1e-5,
+            eps_of=EPS_OF_ALL,
         )
-
-    def rules(self, model: Flat) -> Sequence[Rule]:
-        """Returns the rules; the norms of queries and keys have other names."""
-        norms = [
-            Same(f"layers.{{layer}}.attention.{ours}_rotated_norm.weight", f"{ATTN}.{theirs}_layernorm.weight")
-            for ours, theirs in {"q": "query", "k": "key"}.items()
-        ]
-        return (*ENDS, *NORMS, *ATTENTION, *norms, *FFN, *tied_head(model))

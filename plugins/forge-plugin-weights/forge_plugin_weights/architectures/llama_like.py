@@ -7,22 +7,19 @@ from collections.abc import Collection, Sequence
 from attrs import frozen
 
 from forge_plugin_weights.architectures.dense import (
-    ATTENTION,
-    ENDS,
-    FFN,
-    NORMS,
-    TRANSFORMER,
+    ENDS_WITH_BIAS,
+    PLAIN,
+    Dense,
     all_biases,
     attention_fields,
+    dense_fields,
+    renamed,
     shape_fields,
-    swiglu_fields,
-    tied_head,
 )
 from forge_plugin_weights.architectures.gpt import gelu
 from forge_plugin_weights.fields import Choice, Converted, Dropout, Fixed, Key, Rope
-from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, Flat, Rule, Unsupported
+from forge_plugin_weights.kinds import Config, Field, Flat, Unsupported
 from forge_plugin_weights.layer_fields import LayerWindows, RopeOfSomeLayers, Window, depth
-from forge_plugin_weights.rules import Same
 
 
 def granite_factors() -> Sequence[Field]:
@@ -43,28 +40,18 @@ def granite_factors() -> Sequence[Field]:
 
 
 @frozen(kw_only=True)
-class Granite(ArchitectureComponent):
+class Granite(Dense):
     """Granite 3: factors on embeddings, scores, logits, and on what each part adds."""
 
     name = "GraniteForCausalLM"
 
     def fields(self) -> Sequence[Field]:
-        return (
-            *shape_fields(),
-            *attention_fields(),
-            all_biases(),
-            *granite_factors(),
-            Key("mlp_bias", "ffn.bias", False),
-            *swiglu_fields(),
-            Key("rms_norm_eps", "norm.eps", 1e-6),
-        )
-
-    def rules(self, model: Flat) -> Sequence[Rule]:
-        return (*ENDS, *NORMS, *ATTENTION, *FFN, *tied_head(model))
+        biases = (all_biases(), Key("mlp_bias", "ffn.bias", False))
+        return dense_fields(attention_fields(), *biases, *granite_factors())
 
 
 @frozen(kw_only=True)
-class SmolLM3(ArchitectureComponent):
+class SmolLM3(Dense):
     """SmolLM3: every fourth layer has no encoding of positions."""
 
     name = "SmolLM3ForCausalLM"
@@ -73,39 +60,25 @@ class SmolLM3(ArchitectureComponent):
     def fields(self) -> Sequence[Field]:
         """Returns the keys; windows, if they are switched on, are in the layers without positions."""
         rope = RopeOfSomeLayers(theta=2e6)
-        return (
-            *shape_fields(tied=True),
-            *attention_fields(kv_heads=4, rope=rope),
+        return dense_fields(
+            attention_fields(kv_heads=4, rope=rope),
             all_biases(),
             LayerWindows(switched=True, rule=lambda config: [not encoded for encoded in rope.layers(config)]),
             Key("mlp_bias", "ffn.bias", False),
-            *swiglu_fields(),
-            Key("rms_norm_eps", "norm.eps", 1e-6),
+            tied=True,
         )
-
-    def rules(self, model: Flat) -> Sequence[Rule]:
-        return (*ENDS, *NORMS, *ATTENTION, *FFN, *tied_head(model))
 
 
 @frozen(kw_only=True)
-class Ministral(ArchitectureComponent):
+class Ministral(Dense):
     """Ministral 8B: a list has the layers with the window; without it, all have."""
 
     name = "MinistralForCausalLM"
     seldom = True
 
     def fields(self) -> Sequence[Field]:
-        return (
-            *shape_fields(),
-            *attention_fields(kv_heads=8),
-            LayerWindows(default=4096, rule=lambda config: [True] * depth(config)),
-            Fixed({"attention.bias": False, "attention.qk_norm": False, "ffn.bias": False}),
-            *swiglu_fields(),
-            Key("rms_norm_eps", "norm.eps", 1e-6),
-        )
-
-    def rules(self, model: Flat) -> Sequence[Rule]:
-        return (*ENDS, *NORMS, *ATTENTION, *FFN, *tied_head(model))
+        windows = LayerWindows(default=4096, rule=lambda config: [True] * depth(config))
+        return dense_fields(attention_fields(kv_heads=8), windows, PLAIN)
 
 
 @frozen
@@ -130,7 +103,7 @@ class SeparateBiases(Field):
 
 
 @frozen(kw_only=True)
-class SeedOss(ArchitectureComponent):
+class SeedOss(Dense):
     """Seed-OSS 36B: biases of queries, keys and values."""
 
     name = "SeedOssForCausalLM"
@@ -138,26 +111,22 @@ class SeedOss(ArchitectureComponent):
     harmless = ("pretraining_tp",)
 
     def fields(self) -> Sequence[Field]:
-        return (
-            *shape_fields(),
+        return dense_fields(
+            attention_fields(head_dim=128, kv_heads=8),
             Fixed({"attention.qk_norm": False}),
-            *attention_fields(head_dim=128, kv_heads=8),
             SeparateBiases(),
             Dropout("residual_dropout"),
             Key("mlp_bias", "ffn.bias", False),
-            *swiglu_fields(),
-            Key("rms_norm_eps", "norm.eps", 1e-6),
         )
-
-    def rules(self, model: Flat) -> Sequence[Rule]:
-        return (*ENDS, *NORMS, *ATTENTION, *FFN, *tied_head(model))
 
 
 @frozen(kw_only=True)
-class Starcoder2(ArchitectureComponent):
+class Starcoder2(Dense):
     """StarCoder2 3B, 7B and 15B: layer norms, and a feed-forward part of two matrices."""
 
     name = "Starcoder2ForCausalLM"
+    ends = ENDS_WITH_BIAS
+    ffn = renamed({"ffn.up": "mlp.c_fc", "ffn.down": "mlp.c_proj"})
     # They describe what the class always has, or repeat another key.
     harmless = (
         *("activation_function", "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "scale_attn_weights"),
@@ -171,8 +140,7 @@ class Starcoder2(ArchitectureComponent):
             True: {"attention.bias": True, "attention.output_bias": True, "ffn.bias": True},
         }
         return (
-            Fixed({"type": f"{TRANSFORMER}/transformer", "norm.type": f"{TRANSFORMER}/layernorm"}),
-            *shape_fields(tied=True)[1:],
+            *shape_fields(tied=True, norm="layernorm"),
             *attention_fields(kv_heads=2, rope=Rope()),
             Fixed({"attention.qk_norm": False}),
             Choice("use_bias", biases, True),
@@ -181,23 +149,4 @@ class Starcoder2(ArchitectureComponent):
             Window(),
             *(Dropout(key) for key in ("residual_dropout", "embedding_dropout")),
             Key("norm_epsilon", "norm.eps", 1e-5),
-        )
-
-    def rules(self, model: Flat) -> Sequence[Rule]:
-        """Returns the rules; norms have biases too, and the head has none."""
-        modules = {
-            "attention_norm": "input_layernorm",
-            "ffn_norm": "post_attention_layernorm",
-            "ffn.up": "mlp.c_fc",
-            "ffn.down": "mlp.c_proj",
-        }
-        return (
-            *ENDS[::2],
-            Same("norm.{tensor}", "model.norm.{tensor}"),
-            *(
-                Same(f"layers.{{layer}}.{o}.{{tensor}}", f"model.layers.{{layer}}.{t}.{{tensor}}")
-                for o, t in modules.items()
-            ),
-            *ATTENTION,
-            *tied_head(model),
         )

@@ -8,17 +8,13 @@ from typing import Any, ClassVar
 from attrs import frozen
 
 from forge_plugin_weights.architectures.dense import (
-    ATTENTION,
-    ENDS,
-    FFN,
-    NORMS,
+    PLAIN,
+    Dense,
     attention_fields,
-    shape_fields,
-    swiglu_fields,
-    tied_head,
+    dense_fields,
 )
-from forge_plugin_weights.fields import ORIGINAL, Fixed, Key, Rope, setting
-from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, Flat, Rule, Unsupported
+from forge_plugin_weights.fields import ORIGINAL, Rope, setting
+from forge_plugin_weights.kinds import Config, Field, Flat, Unsupported
 from forge_plugin_weights.layer_fields import Window
 
 BETA = "llama_4_scaling_beta"
@@ -43,9 +39,8 @@ class GrowingRope(Rope):
 
     def read(self, config: Config) -> Flat:
         """Reads the table and the two numbers in it."""
+        config = self.completed(config)
         tables = {key: dict(config[key]) for key in ("rope_scaling", "rope_parameters") if config.get(key)}
-        if not tables:
-            tables = {"rope_parameters": dict(MISSING)}
         betas = [table.pop(BETA, None) for table in tables.values()]
         for table in tables.values():
             table.pop("max_position_embeddings", None)  # a copy of the key beside it
@@ -75,7 +70,7 @@ class GrowingRope(Rope):
 
 
 @frozen(kw_only=True)
-class Ministral3(ArchitectureComponent):
+class Ministral3(Dense):
     """Ministral 3 3B to 14B and Devstral 2, without their tower."""
 
     name = "Ministral3ForCausalLM"
@@ -91,14 +86,5 @@ class Ministral3(ArchitectureComponent):
 
     def fields(self) -> Sequence[Field]:
         """Returns the keys of Mistral, with another position encoding."""
-        return (
-            *shape_fields(),
-            Fixed({"attention.bias": False, "attention.qk_norm": False, "ffn.bias": False}),
-            *attention_fields(head_dim=128, kv_heads=8, rope=GrowingRope(theta=1e6)),
-            *swiglu_fields(),
-            Key("rms_norm_eps", "norm.eps", 1e-5),
-            Window(),
-        )
-
-    def rules(self, model: Flat) -> Sequence[Rule]:
-        return (*ENDS, *NORMS, *ATTENTION, *FFN, *tied_head(model))
+        attention = attention_fields(head_dim=128, kv_heads=8, rope=GrowingRope(theta=1e6, missing=MISSING))
+        return dense_fields(attention, PLAIN, Window(), eps=1e-5)

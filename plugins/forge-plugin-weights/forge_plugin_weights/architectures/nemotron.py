@@ -7,19 +7,16 @@ from collections.abc import Sequence
 from attrs import frozen
 
 from forge_plugin_weights.architectures.dense import (
-    ATTENTION,
-    ENDS,
-    NORMS,
+    ENDS_WITH_BIAS,
     TRANSFORMER,
+    Dense,
     all_biases,
     attention_fields,
     named_alike,
     shape_fields,
-    tied_head,
 )
 from forge_plugin_weights.fields import Choice, Fixed, Key, Rope
-from forge_plugin_weights.kinds import ArchitectureComponent, Field, Flat, Rule
-from forge_plugin_weights.rules import Same
+from forge_plugin_weights.kinds import Field
 
 PLAIN_FFN = named_alike("ffn.up", "ffn.down")
 
@@ -34,10 +31,11 @@ def squared_relu_fields() -> Sequence[Field]:
 
 
 @frozen(kw_only=True)
-class Arcee(ArchitectureComponent):
+class Arcee(Dense):
     """AFM-4.5B: a Llama with a squared ReLU."""
 
     name = "ArceeForCausalLM"
+    ffn = PLAIN_FFN
     harmless = ("pretraining_tp",)
 
     def fields(self) -> Sequence[Field]:
@@ -50,40 +48,23 @@ class Arcee(ArchitectureComponent):
             Key("rms_norm_eps", "norm.eps", 1e-5),
         )
 
-    def rules(self, model: Flat) -> Sequence[Rule]:
-        return (*ENDS, *NORMS, *ATTENTION, *PLAIN_FFN, *tied_head(model))
-
 
 @frozen(kw_only=True)
-class Nemotron(ArchitectureComponent):
+class Nemotron(Dense):
     """Nemotron 3 8B, Nemotron 4 15B and 340B, Minitron: layer norms whose gain is 1 + weight."""
 
     name = "NemotronForCausalLM"
+    ends = ENDS_WITH_BIAS
+    ffn = PLAIN_FFN
     harmless = ("kv_channels",)  # the width of a head once more, which the class does not read
 
     def fields(self) -> Sequence[Field]:
         """Returns the keys; half of each head is rotated, where no key gives a share."""
         return (
-            Fixed({"type": f"{TRANSFORMER}/transformer", "norm.type": f"{TRANSFORMER}/layernorm", "norm.offset": 1}),
-            *shape_fields()[1:],
-            Fixed({"attention.qk_norm": False}),
+            *shape_fields(norm="layernorm"),
+            Fixed({"norm.offset": 1, "attention.qk_norm": False}),
             *attention_fields(rope=Rope(share=0.5)),
             all_biases(),
             *squared_relu_fields(),
             Key("norm_eps", "norm.eps", 1e-5),
-        )
-
-    def rules(self, model: Flat) -> Sequence[Rule]:
-        """Returns the rules; norms have biases."""
-        norms = {"attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
-        return (
-            *ENDS[::2],
-            Same("norm.{tensor}", "model.norm.{tensor}"),
-            *(
-                Same(f"layers.{{layer}}.{ours}.{{tensor}}", f"model.layers.{{layer}}.{theirs}.{{tensor}}")
-                for ours, theirs in norms.items()
-            ),
-            *ATTENTION,
-            *PLAIN_FFN,
-            *tied_head(model),
         )

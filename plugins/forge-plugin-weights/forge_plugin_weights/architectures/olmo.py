@@ -8,19 +8,17 @@ from itertools import compress
 from attrs import frozen
 
 from forge_plugin_weights.architectures.dense import (
-    ATTENTION,
-    ENDS,
-    FFN,
+    EPS_OF_ALL,
     QK_NORM,
+    Dense,
     all_biases,
     attention_fields,
-    shape_fields,
-    swiglu_fields,
-    tied_head,
+    dense_fields,
+    renamed,
 )
-from forge_plugin_weights.fields import Fixed, Key, Rope
+from forge_plugin_weights.fields import Fixed, Rope
 from forge_plugin_weights.keys_by_layer import NO_ROPE, merged, of_layers
-from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, Flat, Rule, Unsupported
+from forge_plugin_weights.kinds import Config, Field, Flat, Unsupported
 from forge_plugin_weights.layer_fields import (
     WINDOW,
     LayerWindows,
@@ -29,54 +27,42 @@ from forge_plugin_weights.layer_fields import (
     every_nth_is_full,
     windows_of,
 )
-from forge_plugin_weights.rules import Same
 
-POST_NORMS: Sequence[Rule] = (
-    Same("layers.{layer}.attention_post_norm.weight", "model.layers.{layer}.post_attention_layernorm.weight"),
-    Same("layers.{layer}.ffn_post_norm.weight", "model.layers.{layer}.post_feedforward_layernorm.weight"),
-)
+POST_NORMS = renamed({"attention_post_norm": "post_attention_layernorm", "ffn_post_norm": "post_feedforward_layernorm"})
+"""All norms of a layer: none stands before attention or feed-forward part."""
 WINDOWS = LayerWindows(default=4096, rule=every_nth_is_full(4))
 
 
 def olmo_fields(rope: Field | None = None) -> Sequence[Field]:
     """Returns the keys of both; `rope` is the position encoding, where it differs between layers."""
-    return (
-        *shape_fields(),
-        Fixed({"norm_placement": "post", "attention.qk_norm": "all"}),
-        *attention_fields(rope=rope),
-        all_biases(),
-        *swiglu_fields(),
-        Key("rms_norm_eps", ("norm.eps", "attention.qk_norm_eps"), 1e-5),
-    )
+    post = Fixed({"norm_placement": "post", "attention.qk_norm": "all"})
+    return dense_fields(attention_fields(rope=rope), post, all_biases(), eps=1e-5, eps_of=EPS_OF_ALL)
 
 
 @frozen(kw_only=True)
-class Olmo2(ArchitectureComponent):
+class Olmo2(Dense):
     """OLMo 2."""
 
     name = "Olmo2ForCausalLM"
+    norms = POST_NORMS
+    qk_norm = QK_NORM
 
     def fields(self) -> Sequence[Field]:
         return olmo_fields()
 
-    def rules(self, model: Flat) -> Sequence[Rule]:
-        """Without the norms before attention and feed-forward part, which these models lack."""
-        return (*ENDS, *POST_NORMS, *ATTENTION, *QK_NORM, *FFN, *tied_head(model))
-
 
 @frozen(kw_only=True)
-class Olmo3(ArchitectureComponent):
+class Olmo3(Dense):
     """OLMo 3: three layers of four have a window, and an encoding of positions that is not stretched."""
 
     name = "Olmo3ForCausalLM"
+    norms = POST_NORMS
+    qk_norm = QK_NORM
 
     def fields(self) -> Sequence[Field]:
         # One base for both kinds of layers, of which those with a window are not stretched
         base = Rope(theta=500000.0)
         return (*olmo_fields(RopeByWindow(windows=WINDOWS, full=base, near=base, near_theta="rope_theta")), WINDOWS)
-
-    def rules(self, model: Flat) -> Sequence[Rule]:
-        return (*ENDS, *POST_NORMS, *ATTENTION, *QK_NORM, *FFN, *tied_head(model))
 
 
 PATTERN = "sliding_window_pattern"
@@ -132,23 +118,16 @@ class RopeInWindows(Rope):
 
 
 @frozen(kw_only=True)
-class Exaone4(ArchitectureComponent):
+class Exaone4(Dense):
     """EXAONE 4.0: of the 32B, three layers of four have a window, and the others no encoding of positions."""
 
     name = "Exaone4ForCausalLM"
+    norms = POST_NORMS
+    qk_norm = QK_NORM
 
     def fields(self) -> Sequence[Field]:
         """Returns the keys; the encoding is written behind the windows, whose width it may set."""
         windows = LayerWindows(default=4096, rule=exaone_windows, further=(PATTERN,))
-        return (
-            *shape_fields(),
-            Fixed({"norm_placement": "post", "attention.qk_norm": True, "attention.bias": False, "ffn.bias": False}),
-            windows,
-            *attention_fields(kv_heads=32, rope=RopeInWindows(windows=windows)),
-            *swiglu_fields(),
-            Key("rms_norm_eps", ("norm.eps", "attention.qk_norm_eps"), 1e-5),
-        )
-
-    def rules(self, model: Flat) -> Sequence[Rule]:
-        """Without the norms before attention and feed-forward part, which these models lack."""
-        return (*ENDS, *POST_NORMS, *ATTENTION, *QK_NORM, *FFN, *tied_head(model))
+        attention = attention_fields(kv_heads=32, rope=RopeInWindows(windows=windows))
+        post = Fixed({"norm_placement": "post", "attention.qk_norm": True, "attention.bias": False, "ffn.bias": False})
+        return dense_fields([windows, *attention], post, eps=1e-5, eps_of=EPS_OF_ALL)

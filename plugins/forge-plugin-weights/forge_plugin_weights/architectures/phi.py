@@ -10,9 +10,9 @@ from attrs import field, frozen
 from forge_plugin_weights.architectures.dense import (
     ENDS,
     NORMS,
-    TRANSFORMER,
     attention_fields,
     named_alike,
+    renamed,
     shape_fields,
     swiglu_fields,
     tied_head,
@@ -37,9 +37,7 @@ class Phi(ArchitectureComponent):
 
     def fields(self) -> Sequence[Field]:
         return (
-            Fixed({"type": f"{TRANSFORMER}/transformer", "norm.type": f"{TRANSFORMER}/layernorm"}),
-            # Without the first field, which fixes RMS norms
-            *shape_fields()[1:],
+            *shape_fields(norm="layernorm"),
             Fixed({"residual": "parallel", "norm_placement": "shared", "norm.bias": True, "head_bias": True}),
             *attention_fields(rope=Rope(share=0.5)),
             Fixed({"attention.bias": True, "attention.output_bias": True, "attention.qk_norm": False}),
@@ -52,14 +50,13 @@ class Phi(ArchitectureComponent):
 
     def rules(self, model: Flat) -> Sequence[Rule]:
         """Returns the rules; the last norm has another name than in Llama, and the head a bias, tied or not."""
-        modules = {"attention.o": "self_attn.dense", "ffn.up": "mlp.fc1", "ffn.down": "mlp.fc2"}
         return (
             # Of the ends, the embedding alone has Llama's name
             ENDS[0],
             Same("norm.{tensor}", "model.final_layernorm.{tensor}"),
             Same("head.{tensor}", "lm_head.{tensor}"),
             *named_alike("attention_norm", "attention.q", "attention.k", "attention.v"),
-            *(Same(f"layers.{{layer}}.{o}.{{tensor}}", f"{LAYER}.{t}.{{tensor}}") for o, t in modules.items()),
+            *renamed({"attention.o": "self_attn.dense", "ffn.up": "mlp.fc1", "ffn.down": "mlp.fc2"}),
             *tied_head(model),
         )
 

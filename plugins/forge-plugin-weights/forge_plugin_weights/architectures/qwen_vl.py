@@ -13,13 +13,15 @@ from forge_plugin_transformer.layer_parts import default_hidden
 from forge_plugin_weights.architectures.dense import (
     ATTENTION,
     ENDS,
+    EPS_OF_ALL,
     FFN,
     NORMS,
     QK_NORM,
+    Dense,
     all_biases,
     attention_fields,
+    dense_fields,
     shape_fields,
-    swiglu_fields,
     tied_head,
 )
 from forge_plugin_weights.architectures.experts import BALANCE, dense_layers, router_fields
@@ -152,7 +154,7 @@ class WidthByHeads(Field):
 
 
 @frozen(kw_only=True)
-class Qwen25Text(ArchitectureComponent):
+class Qwen25Text(Dense):
     """The language model of Qwen2.5-VL: Qwen2 with another position encoding."""
 
     name = "Qwen2_5_VLTextModel"
@@ -176,19 +178,14 @@ class Qwen25Text(ArchitectureComponent):
             for each in attention_fields(kv_heads=8, rope=rope)
             if not (isinstance(each, Key) and each.theirs == "head_dim")
         ]
-        return (
-            *shape_fields(),
-            *heads,
+        return dense_fields(
+            heads,
             Derived("attention.head_dim", lambda model: model["dim"] // model["attention.heads"]),
             WidthByHeads(),
             NoWindows(),
             Fixed({"attention.rope.time": "seconds", "attention.bias": True, "attention.output_bias": False}),
-            *swiglu_fields(),
-            Key("rms_norm_eps", "norm.eps", 1e-5),
+            eps=1e-5,
         )
-
-    def rules(self, model: Flat) -> Sequence[Rule]:
-        return (*ENDS, *NORMS, *ATTENTION, *FFN, *tied_head(model))
 
 
 QWEN3_ROPE = SpatialRope(theta=500000.0, sections=(24, 20, 20), interleaved=True)
@@ -196,10 +193,11 @@ QWEN3_ATTENTION = Fixed({"attention.rope.time": "apart", "attention.qk_norm": Tr
 
 
 @frozen(kw_only=True)
-class Qwen3Text(ArchitectureComponent):
+class Qwen3Text(Dense):
     """The language model of Qwen3-VL: Qwen3 with another position encoding."""
 
     name = "Qwen3VLTextModel"
+    qk_norm = QK_NORM
     defaults: ClassVar[Config] = {
         "vocab_size": 151936,
         "hidden_size": 4096,
@@ -209,17 +207,8 @@ class Qwen3Text(ArchitectureComponent):
     }
 
     def fields(self) -> Sequence[Field]:
-        return (
-            *shape_fields(),
-            *attention_fields(head_dim=128, kv_heads=32, rope=QWEN3_ROPE),
-            all_biases(),
-            QWEN3_ATTENTION,
-            *swiglu_fields(),
-            Key("rms_norm_eps", ("norm.eps", "attention.qk_norm_eps"), 1e-6),
-        )
-
-    def rules(self, model: Flat) -> Sequence[Rule]:
-        return (*ENDS, *NORMS, *ATTENTION, *QK_NORM, *FFN, *tied_head(model))
+        attention = attention_fields(head_dim=128, kv_heads=32, rope=QWEN3_ROPE)
+        return dense_fields(attention, all_biases(), QWEN3_ATTENTION, eps_of=EPS_OF_ALL)
 
 
 @frozen(kw_only=True)
