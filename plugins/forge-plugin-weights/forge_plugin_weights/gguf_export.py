@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
@@ -22,13 +23,14 @@ from forge_core.contracts.components import ModelComponent
 from forge_core.contracts.errors import ForgeError, JobError
 from forge_kit.tools.commands import parse_component
 from forge_plugin_weights.files import Boxes, Place, making
+from forge_plugin_weights.gguf_families import Family
 from forge_plugin_weights.gguf_files import ALIGNMENT, GgufFile, library
 from forge_plugin_weights.gguf_metadata import (
     PAIRED,
     ROPE_FREQS,
-    Family,
     add_keys,
     config_of,
+    experts_of,
     family_for,
     gguf_names,
     same_divisors,
@@ -48,6 +50,8 @@ KINDS: Mapping[torch.dtype, tuple[str, str]] = {
     torch.bfloat16: ("BF16", "MOSTLY_BF16"),
 }
 """Names of types of tensors and of files."""
+EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(.+)")
+"""Published names of tensors of experts: the module of all, the expert's number, and the tensor."""
 
 
 def write_gguf(output: Path, weights: Weights, target: Target, catalog: Catalog, *, tokenizer: bool = True) -> None:
@@ -103,14 +107,23 @@ def _match(output: Path, family: Family, match: Match, config: Config) -> Match:
         for part in published:
             if not part.written:  # a tied head, for which llama.cpp takes the embedding
                 continue
-            name = name_of(part.theirs)
+            stacked = EXPERT.fullmatch(part.theirs)
+            name = name_of(part.theirs if stacked is None else f"{stacked[1]}.{stacked[3]}")
             if name is None:
                 raise JobError(f"--out {output}: {family.name} of GGUF has no tensor for {part.theirs}")
+            if stacked is not None:
+                kept.append(_in_stack(part, name, int(stacked[2]), experts_of(config)))
+                continue
             module = name.split(".")[-2]
             of_heads = heads[module] if family.paired and module in PAIRED else 0
             kept += _halves(part, name, of_heads) if of_heads else [evolve(part, theirs=name)]
         parts[own] = kept
     return Match(parts, match.shapes)
+
+
+def _in_stack(part: Part, name: str, number: int, count: int) -> Part:
+    """A matrix of an expert as one of the stack that all of them are in GGUF."""
+    return evolve(part, theirs=name, shape=(count, *part.shape), row=number, of_theirs=itemgetter(number))
 
 
 def _halves(part: Part, name: str, heads: int) -> list[Part]:

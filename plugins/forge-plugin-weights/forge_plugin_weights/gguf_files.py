@@ -100,6 +100,31 @@ class PairedRows(Place):
         return demand_finite(pairs.transpose(1, 2).reshape(self.shape), self.file, self.name)
 
 
+@frozen
+class Gains(Place):
+    """Gains of a norm, which llama.cpp stores as it multiplies by them; read less 1, as Gemma's files hold them."""
+
+    as_stored: ClassVar[bool] = False
+
+    raw: Place = field(kw_only=True)
+    name: str = field(kw_only=True)
+
+    def read(self) -> Tensor:
+        """Returns the gains less 1."""
+        return demand_finite(self.raw.read().float() - 1, self.file, self.name)
+
+
+def slice_of(stack: Place, number: int) -> Place:
+    """Returns the place of one tensor of a stack, such as a matrix of an expert."""
+    inner = stack.shape[1:]
+    if not isinstance(stack, Eights):
+        return Place(stack.file, stack.start + number * math.prod(inner) * stack.dtype.itemsize, stack.dtype, inner)
+    blocks = math.prod(inner) // BLOCK_NUMBERS
+    start = stack.start + number * blocks * BLOCK_BYTES
+    raw = Place(stack.file, start, torch.uint8, (blocks, BLOCK_BYTES))
+    return Eights(stack.file, start, stack.dtype, inner, raw=raw, name=stack.name)
+
+
 def demand_finite(values: Tensor, file: Path, name: str) -> Tensor:
     """Returns a computed tensor, which `FiniteCheck` does not see; raises a `JobError` for NaN or infinite numbers."""
     if values.numel() and not all(math.isfinite(bound) for bound in torch.aminmax(values)):

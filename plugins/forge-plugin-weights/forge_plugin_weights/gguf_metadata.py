@@ -7,26 +7,25 @@ their published names, by the table of the package `gguf`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
-from attrs import frozen
 from torch import Tensor
 
 from forge_core.contracts.errors import JobError
-from forge_plugin_transformer.huggingface_names import ENDS, PARTS
+from forge_plugin_transformer.huggingface_names import ENDS
 from forge_plugin_weights.files import Place
-from forge_plugin_weights.gguf_files import GgufFile, PairedRows, library
+from forge_plugin_weights.gguf_families import FAMILIES, Family, Keys, Known, family_of
+from forge_plugin_weights.gguf_files import Gains, GgufFile, PairedRows, library, slice_of
 from forge_plugin_weights.kinds import Config
 from forge_plugin_weights.matching import listed
 
 ROPE_FREQS = "rope_freqs.weight"
 """The tensor by which llama.cpp has the position encoding of Llama 3.1: a divisor of each frequency."""
 PAIRED = ("attn_q", "attn_k")
-SILENT = ("general.", "tokenizer.", "quantize.", "split.")
-"""Beginnings of keys that say nothing about what the model computes; the tokenizer has another reader."""
 SPECIAL: Mapping[str, str] = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id"}
 LLAMA3_LOW, LLAMA3_HIGH = 1.0, 4.0
 """Factors of all published models with the position encoding `llama3`."""
@@ -34,70 +33,6 @@ PUBLISHED_LENGTH = 8192
 """Their original length."""
 LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 """Their keys, in the order of the arguments of `divisors`."""
-
-
-@frozen(kw_only=True)
-class Family:
-    """An architecture of GGUF."""
-
-    name: str
-    model_type: str
-    """Of the configuration that an import reads."""
-    exported: Sequence[str]
-    """Each `model_type` that is written as this one."""
-    paired: bool = False
-    """Whether the rows of queries and keys are in pairs; see `gguf_files.PairedRows`."""
-
-
-FAMILIES: Mapping[str, Family] = {
-    family.name: family
-    for family in (
-        Family(name="llama", model_type="llama", exported=("llama", "mistral"), paired=True),
-        Family(name="qwen2", model_type="qwen2", exported=("qwen2",)),
-        Family(name="qwen3", model_type="qwen3", exported=("qwen3",)),
-    )
-}
-
-
-def family_of(file: GgufFile) -> Family:
-    """Returns the architecture of a file; raises a `JobError` for one that is not read, or for a file of no model."""
-    kind = file.metadata.get("general.type", "model")
-    if kind != "model":
-        raise JobError(f"{file.path} is of general.type {kind!r}, and not of a model")
-    name = file.metadata.get("general.architecture", "")
-    if name not in FAMILIES:
-        hint = "take the published folder with config.json and safetensors files"
-        raise JobError(f"{file.path}: general.architecture = {name!r}; {', '.join(FAMILIES)} are read; {hint}")
-    return FAMILIES[name]
-
-
-class _Keys:
-    """The keys of a file's metadata that are still to be read."""
-
-    def __init__(self, file: GgufFile, family: Family) -> None:
-        self._path, self._prefix = file.path, f"{family.name}."
-        self.left = {name: value for name, value in file.metadata.items() if not name.startswith(SILENT)}
-
-    def take(self, name: str, default: Any = None) -> Any:
-        """Returns the value of a key of the architecture, which counts as read; one value for all layers."""
-        value = self.left.pop(self._prefix + name, default)
-        if isinstance(value, list):
-            if not value or any(each != value[0] for each in value):
-                raise JobError(f"{self._path}: {self._prefix}{name} = {value}; one value for all layers is read")
-            return value[0]
-        return value
-
-    def need(self, name: str) -> Any:
-        """Returns the value of a key that every file has; raises a `JobError` for one that has not."""
-        value = self.take(name)
-        if value is None:
-            raise JobError(f"{self._path} has no {self._prefix}{name}; the file is damaged, or of another program")
-        return value
-
-    def drop(self, name: str, inert: Any) -> None:
-        """Forget a key at the value at which it changes nothing; at another, it stays and is refused."""
-        if self.left.get(self._prefix + name) == inert:
-            del self.left[self._prefix + name]
 
 
 def config_of(file: GgufFile) -> dict[str, Any]:
@@ -110,7 +45,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         JobError: no architecture is this, a key is missing, or has a value that is not read.
     """
     family = family_of(file)
-    keys = _Keys(file, family)
+    keys = Keys(file, family)
     try:
         config = _config(file, family, keys)
     except (TypeError, ValueError, LookupError, ArithmeticError) as error:
@@ -118,7 +53,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     return {**config, **keys.left}
 
 
-def _config(file: GgufFile, family: Family, keys: _Keys) -> dict[str, Any]:
+def _config(file: GgufFile, family: Family, keys: Keys) -> dict[str, Any]:
     embedding = file.places.get("token_embd.weight")
     if embedding is None:
         raise JobError(f"{file.path} has no tensor token_embd.weight")
@@ -127,10 +62,6 @@ def _config(file: GgufFile, family: Family, keys: _Keys) -> dict[str, Any]:
         raise JobError(f"{file.path}: {family.name}.block_count = {layers}, and there are {len(file.places)} tensors")
     width, heads = keys.need("embedding_length"), keys.need("attention.head_count")
     size = keys.take("attention.key_length", width // heads)
-    same = {"attention.value_length": size, "rope.dimension_count": size, "vocab_size": embedding.shape[0]}
-    for name, value in same.items():
-        if (given := keys.take(name, value)) != value:
-            raise JobError(f"{file.path}: {family.name}.{name} = {given}; {value} is read, as other keys describe it")
     config = {
         "model_type": family.model_type,
         "vocab_size": embedding.shape[0],
@@ -144,22 +75,24 @@ def _config(file: GgufFile, family: Family, keys: _Keys) -> dict[str, Any]:
         "max_position_embeddings": keys.need("context_length"),
         "tie_word_embeddings": "output.weight" not in file.places,
         "rope_theta": keys.take("rope.freq_base", 10000.0),
-        "rope_scaling": _rope_scaling(file, keys),
     }
-    if family.name == "llama":
-        config["attention_bias"] = "blk.0.attn_q.bias" in file.places
-        config["mlp_bias"] = "blk.0.ffn_gate.bias" in file.places
+    config |= family.further(Known(file, keys, config))
+    same = {"attention.value_length": size, "rope.dimension_count": size, "vocab_size": embedding.shape[0]}
+    for name, value in same.items():
+        if (given := keys.take(name, value)) != value:
+            raise JobError(f"{file.path}: {family.name}.{name} = {given}; {value} is read, as other keys describe it")
+    config.setdefault("rope_scaling", _rope_scaling(file, keys))
     for name, inert in {"expert_count": 0, "expert_used_count": 0, "attention.causal": True}.items():
         keys.drop(name, inert)
     special = {key: file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name, key in SPECIAL.items()}
-    if family.name == "llama" and ROPE_FREQS in file.places:
+    if family.paired and ROPE_FREQS in file.places:
         if config["rope_scaling"] is not None:
             raise JobError(f"{file.path} has {ROPE_FREQS} and {family.name}.rope.scaling.type; one of them is read")
         config["rope_scaling"] = _llama3(file, config)
     return {**config, **{key: value for key, value in special.items() if value is not None}}
 
 
-def _rope_scaling(file: GgufFile, keys: _Keys) -> dict[str, Any] | None:
+def _rope_scaling(file: GgufFile, keys: Keys) -> dict[str, Any] | None:
     """The table `rope_scaling`; keys of it that are not known stay, and are refused."""
     kind, factor = keys.take("rope.scaling.type", "none"), keys.take("rope.scaling.factor")
     keys.take("rope.scaling.finetuned")  # a note
@@ -241,12 +174,12 @@ def gguf_names(path: Path, family: Family, layers: int) -> Any:
     return lambda name: table.get_name(name, try_suffixes=(".weight", ".bias"))
 
 
-def _published(layers: int) -> Iterator[str]:
-    """Yields the published name of each tensor that a file may have."""
+def _published(family: Family, layers: int) -> Iterator[str]:
+    """Yields the published name of each tensor that a file may have, but for experts."""
     for module in ENDS.values():
         yield f"{module}.weight"
     for layer in range(layers):
-        for module in PARTS.values():
+        for module in family.modules:
             yield from (f"model.layers.{layer}.{module}.{tensor}" for tensor in ("weight", "bias"))
 
 
@@ -257,12 +190,12 @@ def published_places(file: GgufFile, config: Config) -> dict[str, Place]:
         JobError: the file has tensors that are not known; names them.
     """
     family, places = family_of(file), dict(file.places)
-    if family.name == "llama":
-        places.pop(ROPE_FREQS, None)  # a part of the configuration
+    for name in (*family.other_tensors, *([ROPE_FREQS] if family.paired else [])):
+        places.pop(name, None)
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     name_of = gguf_names(file.path, family, config["num_hidden_layers"])
-    published = {}
-    for name in _published(config["num_hidden_layers"]):
+    published: dict[str, Place] = {}
+    for name in _published(family, config["num_hidden_layers"]):
         own = name_of(name)
         if own not in places:
             continue
@@ -272,10 +205,28 @@ def published_places(file: GgufFile, config: Config) -> dict[str, Place]:
         if of_heads and place.shape and place.shape[0] % (2 * of_heads) == 0:
             start, dtype, shape = place.start, place.dtype, place.shape
             place = PairedRows(file.path, start, dtype, shape, raw=place, name=own, heads=of_heads)
+        if family.adds_one and name.endswith("norm.weight"):
+            place = Gains(file.path, place.start, torch.float32, place.shape, raw=place, name=own)
         published[name] = place
+    published |= _experts(family, places, config, name_of)
     if places:
         raise JobError(f"{file.path} also has {listed(sorted(places))}, which {family.name} is not read with")
     return published
+
+
+def _experts(family: Family, places: dict[str, Place], config: Config, name_of: Any) -> Iterator[tuple[str, Place]]:
+    """Yields the published name and the place of each matrix of experts, and takes their stacks out of `places`."""
+    if not family.experts:
+        return
+    for layer, matrix in product(range(config["num_hidden_layers"]), family.matrices):
+        module = f"model.layers.{layer}.{family.experts}"
+        name = name_of(f"{module}.{matrix}.weight")
+        # One that is no stack stays in `places`, and is refused
+        if name not in places or len(places[name].shape) != 3:
+            continue
+        stack = places.pop(name)
+        for number in range(stack.shape[0]):
+            yield f"{module}.{number}.{matrix}.weight", slice_of(stack, number)
 
 
 # --- out ---------------------------------------------------------------------------------------------------------
@@ -283,11 +234,16 @@ def published_places(file: GgufFile, config: Config) -> dict[str, Place]:
 
 def family_for(path: Path, model_type: str) -> Family:
     """Returns the architecture that a model is written as; raises a `JobError` for one that is not written."""
-    for family in FAMILIES.values():
+    for family in FAMILIES:
         if model_type in family.exported:
             return family
-    known = ", ".join(name for family in FAMILIES.values() for name in family.exported)
+    known = ", ".join(name for family in FAMILIES for name in family.exported)
     raise JobError(f"--out {path}: GGUF is written for {known}, and this model is {model_type}; name a folder")
+
+
+def experts_of(config: Config) -> int:
+    """Returns the number of experts."""
+    return int(config.get("num_experts") or config["num_local_experts"])
 
 
 def add_keys(writer: Any, family: Family, config: Config) -> Tensor | None:
@@ -308,10 +264,15 @@ def add_keys(writer: Any, family: Family, config: Config) -> Tensor | None:
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
+    if family.experts:
+        writer.add_expert_count(experts_of(config))
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+    if "moe_intermediate_size" in config:
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     rope = config["rope_parameters"]
     kind, theta, size = rope["rope_type"], rope["rope_theta"], config["head_dim"]
     found = None
-    if kind == "llama3" and family.name == "llama":
+    if kind == "llama3" and family.paired:
         found = divisors(theta, size, *(rope[key] for key in LLAMA3))
     elif kind in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
