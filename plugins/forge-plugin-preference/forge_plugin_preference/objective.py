@@ -19,6 +19,8 @@ from torch import Tensor
 
 from forge_core.contracts.data import IGNORED_LABEL
 from forge_core.contracts.errors import ForgeError
+from forge_core.contracts.phase import Phase
+from forge_core.launch.progress_beacon import ProgressBeacon
 from forge_core.losses import loss_output
 from forge_core.parallel import mesh as mesh_of_run
 from forge_kit.torch_internals import detect_fake_mode
@@ -270,9 +272,13 @@ class Rows:
         if missing:
             message = f"batches have no {', '.join(missing)}, by which {type(loss).__name__} finds the answers in a row"
             raise ForgeError(f'loss: {message}; take a source of type "pairs", or give these entries')
-        stored = batch[REFERENCE][:, 0] if REFERENCE in batch else None
-        valid = batch["labels"] != IGNORED_LABEL
-        return cls(batch["document_ids"], batch[KINDS][:, 0], valid, stored, batch.get(BASELINE))
+        kinds = batch[KINDS][:, 0]
+        stored, z = batch[REFERENCE][:, 0] if REFERENCE in batch else None, batch.get(BASELINE)
+        if ProgressBeacon.phase == Phase.DRY_RUN:
+            # Hooks add these before each step, and have not run yet; the shapes of a step do not depend on values
+            zeros = torch.zeros_like(kinds, dtype=torch.float64)
+            stored, z = zeros if stored is None else stored, zeros[:, 0]
+        return cls(batch["document_ids"], kinds, batch["labels"] != IGNORED_LABEL, stored, z)
 
     @classmethod
     def _planned(cls, batch: Batch) -> Rows:

@@ -147,7 +147,8 @@ def load(folder: Path, device: torch.device | str = "cpu") -> SparseCoder:
         ForgeError: the folder holds none, or one of an architecture or normalisation that is not known here.
     """
     try:
-        config, weights = json.loads((folder / CONFIG).read_text()), load_file(folder / WEIGHTS, device=str(device))
+        # To the host: safetensors itself knows some devices only
+        config, weights = json.loads((folder / CONFIG).read_text()), load_file(folder / WEIGHTS)
     except (OSError, ValueError) as error:
         raise ForgeError(f"{folder} holds no sparse autoencoder ({CONFIG} and {WEIGHTS}): {error}") from error
     # Architectures of autoencoders and of transcoders, by the activation that both have

@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Generator, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torchdata.nodes import BaseNode, Mapper, ParallelMapper, PinMemory, Prefetcher, SamplerWrapper
+from torchdata.nodes import BaseNode, Mapper, ParallelMapper, Prefetcher, SamplerWrapper
 
 from forge_core.contracts.data import LoadedRows, SampleRow
 from forge_plugin_torchdata.workers import PATIENCE_S, QUEUED, Workers
@@ -17,21 +18,23 @@ NO_SNAPSHOTS = {"snapshot_frequency": 0}
 """The core records the position of a run: the graph need not keep states."""
 
 
-def load(workers: Workers, units: Iterator[Sequence[SampleRow]], ahead: int, pin: bool) -> Generator[LoadedRows]:
+def load(
+    workers: Workers, units: Iterator[Sequence[SampleRow]], ahead: int, device: torch.device
+) -> Generator[LoadedRows]:
     """Yields the loaded units, in their order.
 
     Args:
         workers: the workers that read; closed at the end.
         units: the rows that are read at once.
         ahead: units that are kept ready.
-        pin: whether they are copied to pinned memory.
+        device: where they are sent; they are copied to pinned memory unless it is a CPU.
 
     Raises:
         DataError: a unit could not be read, or its worker died.
     """
     others = set(threading.enumerate())
     threads_of_torch = torch.get_num_threads()
-    root = graph(workers, units, ahead, pin)
+    root = graph(workers, units, ahead, device)
     try:
         root.reset()
         first = True
@@ -54,7 +57,7 @@ def load(workers: Workers, units: Iterator[Sequence[SampleRow]], ahead: int, pin
                 thread.join(max(0.0, deadline - time.monotonic()))
 
 
-def graph(workers: Workers, units: Iterator[Sequence[SampleRow]], ahead: int, pin: bool) -> BaseNode[Any]:
+def graph(workers: Workers, units: Iterator[Sequence[SampleRow]], ahead: int, device: torch.device) -> BaseNode[Any]:
     """Returns the graph over the units; for the arguments see `load`."""
     node: BaseNode[Any] = SamplerWrapper(units)  # which needs an iterable only
     # Rows by number may be read by any worker: a `ParallelMapper` hands the next unit to an idle one. Its threads
@@ -67,4 +70,16 @@ def graph(workers: Workers, units: Iterator[Sequence[SampleRow]], ahead: int, pi
     else:
         node = ParallelMapper(node, workers.read, num_workers=QUEUED * workers.count, method="thread", **NO_SNAPSHOTS)
         node = Prefetcher(node, ahead, **NO_SNAPSHOTS)
-    return PinMemory(node, **NO_SNAPSHOTS) if pin else node
+    if device.type == "cpu":
+        return node
+    # Not torchdata's `PinMemory`, which asks `torch.cuda` on most devices. A thread of its own, as there
+    return Prefetcher(Mapper(node, partial(_pinned, device)), 1, **NO_SNAPSHOTS)
+
+
+def _pinned(device: torch.device, loaded: LoadedRows | Exception) -> LoadedRows | Exception:
+    """Rows in pinned memory, by a thread that takes no memory of another device; errors as they are."""
+    if isinstance(loaded, Exception):
+        return loaded
+    if set_device := getattr(torch.get_device_module(device), "set_device", None):
+        set_device(device)
+    return loaded._replace(batch={name: tensor.pin_memory() for name, tensor in loaded.batch.items()})

@@ -47,7 +47,7 @@ class Nodes(LoaderComponent):
         workers = Workers(reader, count, self.method)
         from forge_plugin_torchdata.nodes import load  # late: processes start while torchdata is imported
 
-        return load(workers, units, self.ahead * count, pin=context.device.type != "cpu")
+        return load(workers, units, self.ahead * count, context.device)
 
 
 @frozen(kw_only=True)
