@@ -1,4 +1,4 @@
-"""Architectures of GGUF: which model each is, the keys that it has besides, and what its tensors differ by."""
+"""Architectures of GGUF: the model that each is, its further keys, and the order and names of its tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from forge_plugin_weights.gguf_files import GgufFile
 from forge_plugin_weights.kinds import Config
 
 SILENT = ("general.", "tokenizer.", "quantize.", "split.")
-"""Beginnings of keys that say nothing about what the model computes; the tokenizer has another reader."""
+"""Beginnings of keys that do not describe the model; the tokenizer has another reader."""
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 """The tensors by which llama.cpp has the position encoding of Phi-3 with long texts."""
 GEMMA2_27B, GEMMA3_27B = 46, 62

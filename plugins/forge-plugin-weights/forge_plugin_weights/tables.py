@@ -125,7 +125,7 @@ def all_fields(architecture: ArchitectureComponent) -> Sequence[Field]:
 
 
 def with_quantisation(fields: Sequence[Field]) -> Sequence[Field]:
-    """Returns a table of keys with the one that says how files hold weights, which holds for all parts of a model."""
+    """Returns a table of keys with `quantization_config`, which holds for all parts of a model."""
     from forge_plugin_weights.scaled_weights import Quantisation  # imports torch, which a check of a job does without
 
     return (*fields, Quantisation())

@@ -533,6 +533,23 @@ def test_keys_that_are_not_read_are_named(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "arch", "keys", "facts"),
+    [
+        ("phi3, longrope", "phi3", {"phi3.rope.scaling.attn_factor": 1.5}, ["attn_factor = 1.5", "1.32288"]),
+        ("qwen3_moe", "qwen3moe", {"qwen3moe.expert_count": 5}, ["it lacks", "experts.4."]),
+        ("qwen3_moe", "qwen3moe", {"qwen3moe.expert_weights_scale": 2.5}, ["qwen3moe.expert_weights_scale"]),
+    ],
+)
+def test_keys_of_some_architectures_are_checked(
+    name: str, arch: str, keys: dict[str, Any], facts: list[str], tmp_path: Path, capsys: Any
+) -> None:
+    path = written(tmp_path / "m.gguf", READ[name].model(), arch, keys=keys)
+    message = refused(capsys, "import", path, "--out", tmp_path / "run", "--no-tokenizer")
+    assert [fact for fact in facts if fact not in message] == [], message
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_key_may_be_ignored_and_is_recorded(tmp_path: Path) -> None:
     path = written(tmp_path / "m.gguf", MODELS["qwen2"].model(), "qwen2", keys={"qwen2.note": 3})
     words = ["weights", "import", str(path), "--out", str(tmp_path / "run"), "--no-tokenizer"]

@@ -13,6 +13,7 @@ from forge_plugin_weights.architectures.dense import (
     all_biases,
     attention_fields,
     named_alike,
+    rotated_in_pairs,
     shape_fields,
     swiglu_fields,
     tied_head,
@@ -22,7 +23,7 @@ from forge_plugin_weights.architectures.olmo import RopeInWindows
 from forge_plugin_weights.fields import Choice, Fixed, Key, Only, Rope
 from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, Flat, Rule
 from forge_plugin_weights.layer_fields import LayerWindows, every_nth_is_full
-from forge_plugin_weights.rules import RotaryColumns, RotaryRows
+from forge_plugin_weights.rules import RotaryColumns
 
 PATTERN = "sliding_window_pattern"
 
@@ -68,16 +69,6 @@ class Cohere(ArchitectureComponent):
 
     def rules(self, model: Flat) -> Sequence[Rule]:
         """Returns the rules; neighbours are rotated together there."""
-        width = model["attention.head_dim"]
-        queries_and_keys = (
-            RotaryRows(
-                f"layers.{{layer}}.attention.{ours}.{{tensor}}",
-                f"model.layers.{{layer}}.self_attn.{ours}_proj.{{tensor}}",
-                width=width,
-                rotated=width,
-            )
-            for ours in "qk"
-        )
         gains = (
             RotaryColumns(
                 f"layers.{{layer}}.attention.{ours}_norm.weight", f"model.layers.{{layer}}.self_attn.{ours}_norm.weight"
@@ -87,7 +78,7 @@ class Cohere(ArchitectureComponent):
         return (
             *ENDS,
             *named_alike("attention_norm", "attention.v", "attention.o"),
-            *queries_and_keys,
+            *rotated_in_pairs(model["attention.head_dim"]),
             *gains,
             *FFN,
             *tied_head(model),

@@ -13,7 +13,7 @@ from forge_plugin_transformer.layer_parts import default_hidden
 from forge_plugin_weights.fields import Choice, Dropout, Fixed, Irrelevant, Key, Only, Rope, Synonym
 from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, Flat, Rule
 from forge_plugin_weights.layer_fields import LayerWindows, Window, depth
-from forge_plugin_weights.rules import Repeated, Same
+from forge_plugin_weights.rules import Repeated, RotaryRows, Same
 
 TRANSFORMER = "forge-plugin-transformer"
 
@@ -112,6 +112,24 @@ def swiglu_fields(path: str = "ffn") -> Sequence[Field]:
     )
 
 
+def rotated_in_pairs(width: int, rotated: int | None = None) -> Sequence[Rule]:
+    """Returns the rules of queries and keys where neighbours are rotated together, and not halves of a head.
+
+    Args:
+        width: of a head.
+        rotated: how much of it is rotated; None: all.
+    """
+    return [
+        RotaryRows(
+            f"layers.{{layer}}.attention.{ours}.{{tensor}}",
+            f"model.layers.{{layer}}.self_attn.{ours}_proj.{{tensor}}",
+            width=width,
+            rotated=width if rotated is None else rotated,
+        )
+        for ours in "qk"
+    ]
+
+
 def dense_fields(
     attention: Sequence[Field],
     *further: Field,
@@ -123,10 +141,10 @@ def dense_fields(
 
     Args:
         attention: the keys of attention; see `attention_fields`.
-        further: keys that a family has besides.
-        tied: whether the head is the embedding where no key says so.
+        further: keys of the family.
+        tied: the default of the key by which the head is the embedding.
         eps: added to the variance in norms, where the key is missing.
-        eps_of: what that key stands for; `EPS_OF_ALL` where queries and keys are normalised.
+        eps_of: keys of `[model]` that it stands for; `EPS_OF_ALL` where queries and keys are normalised.
     """
     norms = Key("rms_norm_eps", eps_of, eps)
     return (*shape_fields(tied=tied), *attention, *further, *swiglu_fields(), norms)

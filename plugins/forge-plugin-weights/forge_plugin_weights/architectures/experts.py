@@ -349,17 +349,21 @@ def router_fields(*, normalised: bool | None = None, default: bool = False) -> S
 class SharedWidth(Field):
     """The width of the shared experts, which here is a multiple of a routed expert's width."""
 
+    key: str = WIDTH
+    default: object = REQUIRED
+    """Of both keys, where they are missing."""
+
     @property
     def keys(self) -> Collection[str]:
-        return (WIDTH,)
+        return (self.key,)
 
     def read(self, config: Config) -> Flat:
         """Reads the number of shared experts, whose common width has to be a multiple of a routed expert's."""
-        width, one = (value_of(config, key, REQUIRED) for key in (WIDTH, "moe_intermediate_size"))
+        width, one = (value_of(config, key, self.default) for key in (self.key, "moe_intermediate_size"))
         if width % one:
-            raise Unsupported(f"{WIDTH} = {width}; a multiple of {one}, the width of a routed expert, works")
+            raise Unsupported(f"{self.key} = {width}; a multiple of moe_intermediate_size = {one} works")
         return {"ffn.shared_experts": width // one}
 
     def write(self, model: Flat) -> Config:
         """Writes the width of all shared experts together, which are one in `transformers`."""
-        return {WIDTH: setting(model, "ffn.shared_experts") * setting(model, "ffn.hidden")}
+        return {self.key: setting(model, "ffn.shared_experts") * setting(model, "ffn.hidden")}

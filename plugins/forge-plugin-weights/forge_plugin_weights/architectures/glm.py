@@ -23,13 +23,14 @@ from forge_plugin_weights.architectures.dense import (
     dense_fields,
     named_alike,
     renamed,
+    rotated_in_pairs,
     shape_fields,
     tied_head,
 )
 from forge_plugin_weights.architectures.dense import NORMS as NORMS_BEFORE
 from forge_plugin_weights.fields import Choice, Fixed, Key, Rope
 from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, Flat, Rule
-from forge_plugin_weights.rules import RotaryRows, Rows
+from forge_plugin_weights.rules import Rows
 
 LAYER = "model.layers.{layer}"
 NORMS = renamed(
@@ -101,20 +102,11 @@ class Glm(ArchitectureComponent):
         """Returns the rules; neighbours are rotated together there, and gate and up projection are one matrix."""
         width = model["attention.head_dim"]
         rotated = int(width * model["attention.rope.partial_rotary_factor"])
-        queries_and_keys = (
-            RotaryRows(
-                f"layers.{{layer}}.attention.{ours}.{{tensor}}",
-                f"{LAYER}.self_attn.{ours}_proj.{{tensor}}",
-                width=width,
-                rotated=rotated,
-            )
-            for ours in "qk"
-        )
         gates = [f"layers.{{layer}}.ffn.{ours}.weight" for ours in ("gate", "up")]
         return (
             *ENDS,
             *self.norms,
-            *queries_and_keys,
+            *rotated_in_pairs(width, rotated),
             *named_alike("attention.v", "attention.o", "ffn.down"),
             Rows(gates, f"{LAYER}.mlp.gate_up_proj.weight"),
             *tied_head(model),

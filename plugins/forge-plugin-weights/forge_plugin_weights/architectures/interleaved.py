@@ -12,6 +12,7 @@ from forge_plugin_weights.architectures.dense import (
     NORMS,
     attention_fields,
     named_alike,
+    rotated_in_pairs,
     shape_fields,
     swiglu_fields,
     tied_head,
@@ -19,7 +20,6 @@ from forge_plugin_weights.architectures.dense import (
 from forge_plugin_weights.fields import Choice, Derived, Dropout, Fixed, Key, setting, value_of
 from forge_plugin_weights.keys_by_layer import PerLayer
 from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, Flat, Rule, Unsupported
-from forge_plugin_weights.rules import RotaryRows
 
 BIASES: dict[bool, Flat] = {
     False: {"attention.bias": False, "ffn.bias": False},
@@ -30,16 +30,7 @@ BIASES: dict[bool, Flat] = {
 
 def rules_of_neighbours(model: Flat) -> Sequence[Rule]:
     """Returns the rules of Llama, whose rows of queries and keys are in another order."""
-    width = model["attention.head_dim"]
-    queries_and_keys = (
-        RotaryRows(
-            f"layers.{{layer}}.attention.{ours}.{{tensor}}",
-            f"model.layers.{{layer}}.self_attn.{ours}_proj.{{tensor}}",
-            width=width,
-            rotated=width,
-        )
-        for ours in "qk"
-    )
+    queries_and_keys = rotated_in_pairs(model["attention.head_dim"])
     return (*ENDS, *NORMS, *queries_and_keys, *named_alike("attention.v", "attention.o"), *FFN, *tied_head(model))
 
 

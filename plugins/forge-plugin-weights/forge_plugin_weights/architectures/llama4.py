@@ -14,6 +14,7 @@ from forge_plugin_weights.architectures.dense import (
     all_biases,
     attention_fields,
     named_alike,
+    rotated_in_pairs,
     shape_fields,
     tied_head,
 )
@@ -22,7 +23,7 @@ from forge_plugin_weights.fields import Choice, Fixed, Key, Only, setting, value
 from forge_plugin_weights.keys_by_layer import NO_ROPE, PerLayer, merged, of_layers
 from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, Flat, Rule, Unsupported
 from forge_plugin_weights.layer_fields import FULL, RopeOfSomeLayers, depth
-from forge_plugin_weights.rules import Columns, RotaryRows, Same, Transposed
+from forge_plugin_weights.rules import Columns, Same, Transposed
 
 CHUNKED = "chunked_attention"
 """An entry of `layer_types`."""
@@ -245,17 +246,9 @@ class Llama4Text(ArchitectureComponent):
 
     def rules(self, model: Flat) -> Sequence[Rule]:
         """Returns the rules; neighbours are rotated together, and experts' matrices are stacks of transposed ones."""
-        layer, ours, theirs = "model.layers.{layer}", "layers.{layer}.ffn", "model.layers.{layer}.feed_forward"
+        ours, theirs = "layers.{layer}.ffn", "model.layers.{layer}.feed_forward"
         width = model["attention.head_dim"]
-        turned = (
-            RotaryRows(
-                f"layers.{{layer}}.attention.{name}.{{tensor}}",
-                f"{layer}.self_attn.{name}_proj.{{tensor}}",
-                width=width,
-                rotated=width,
-            )
-            for name in "qk"
-        )
+        turned = rotated_in_pairs(width)
         dense = (
             Same(f"{ours}{part}.{name}.weight", f"{theirs}{inner}.{matrix}.weight")
             for part, inner in (("", ""), (".shared", ".shared_expert"))

@@ -13,7 +13,7 @@ from attrs import frozen
 from forge_plugin_transformer.layer_parts import default_hidden
 from forge_plugin_weights.architectures.deepseek import TRAINING_ONLY
 from forge_plugin_weights.architectures.dense import TRANSFORMER, attention_fields, shape_fields
-from forge_plugin_weights.architectures.experts import MOE, expert_rules
+from forge_plugin_weights.architectures.experts import MOE, SharedWidth, expert_rules
 from forge_plugin_weights.architectures.granite_hybrid import LIMITS, MAMBA, MAMBA_RULES
 from forge_plugin_weights.architectures.qwen3_next import LINEAR, TYPE, in_layer
 from forge_plugin_weights.fields import (
@@ -190,25 +190,17 @@ class SmallestStep(Field):
 
 
 @frozen
-class SharedExperts(Field):
-    """The width of the shared expert, a multiple of a routed one's."""
+class SharedExperts(SharedWidth):
+    """The width of the shared expert, which the class always has."""
 
-    @property
-    def keys(self) -> Collection[str]:
-        return (SHARED,)
-
-    def read(self, config: Config) -> Flat:
-        """Reads how many times a routed expert's width it has."""
-        width, one = value_of(config, SHARED, 7688), value_of(config, ROUTED, 7688)
-        if width % one:
-            raise Unsupported(f"{SHARED} = {width}; a multiple of {ROUTED} = {one} works")
-        return {"ffn.shared_experts": width // one}
+    key: str = SHARED
+    default: object = 7688
 
     def write(self, model: Flat) -> Config:
-        """Writes the width; raises `Unsupported` for none, as the class always has one."""
-        if not (shared := setting(model, "ffn.shared_experts")):
+        """Writes the width; raises `Unsupported` for none."""
+        if not setting(model, "ffn.shared_experts"):
             raise Unsupported("ffn.shared_experts = 0; Nemotron-H has one at least")
-        return {SHARED: shared * setting(model, "ffn.hidden")}
+        return super().write(model)
 
 
 def mamba_part() -> Sequence[Field]:
