@@ -191,6 +191,7 @@ FAMILIES: Sequence[Family] = (
         experts="mlp.experts",
         further=_qwen3_moe,
     ),
+    Family(name="gemma", model_type="gemma", adds_one=True),
     Family(name="gemma2", model_type="gemma2", modules=GEMMA_MODULES, adds_one=True, further=_gemma2),
     Family(name="gemma3", model_type="gemma3_text", modules=GEMMA_MODULES, adds_one=True, further=_gemma3),
     Family(

@@ -47,6 +47,7 @@ FAMILIES = {
 }
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8}
 READ = {
+    "gemma": Published("Gemma", {"head_dim": 16, "num_key_value_heads": 1}),
     "gemma2": Published("Gemma2", {**GEMMA, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0}),
     "gemma3": Published(
         "Gemma3",
