@@ -153,6 +153,21 @@ def test_layouts_that_differ_are_told(refusal):
     assert not lacks(said, "replicate2")
 
 
+def asking(right, head, hidden, batch):
+    return right(head, hidden if hidden.abs().max() < 1e9 else hidden / 2, batch)
+
+
+class AskingSuite(LossSuite):
+    component = component_of(asking)
+
+
+def test_a_loss_for_which_the_host_waits_is_told_with_its_line(tmp_path):
+    with pytest.raises(AssertionError) as error:
+        AskingSuite().test_it_trains_on_a_device_and_waits_only_where_it_says(tmp_path)
+    line = f"{__file__}:{asking.__code__.co_firstlineno + 1}"
+    assert not lacks(str(error.value), "in a step of AskingSuite", line, "a value as a number")
+
+
 def test_an_objective_of_ones_own_is_what_is_compared(tmp_path):
     class TestDoubled(LossSuite):
         component = altered(sum=lambda output: 2 * output.sum)

@@ -9,6 +9,7 @@ from torch import nn
 
 from forge_core.contracts.components import RouterComponent
 from forge_kit.nn.modules import Linear
+from forge_testing.refusals import lacks
 from forge_testing.suites import RouterSuite
 
 pytestmark = pytest.mark.thorough
@@ -34,6 +35,17 @@ def component_of(router):
             return router(dim, experts)
 
     return Router()
+
+
+class Asks(TopTwo):
+    """Has the host wait for a value of each call."""
+
+    def forward(self, x, batch):
+        return super().forward(x / 2 if x.max() > 1e9 else x, batch)
+
+
+class AskingSuite(RouterSuite):
+    component = component_of(Asks)
 
 
 class TestTopTwo(RouterSuite):
@@ -194,3 +206,10 @@ MEAN = "test_it_says_how_many_experts_a_token_has"
 )
 def test_what_is_wrong_is_told(refusal, check, router, told):
     assert told in refusal(RouterSuite, check, component_of(router))
+
+
+def test_a_router_for_which_the_host_waits_is_told_with_its_line(tmp_path):
+    with pytest.raises(AssertionError) as error:
+        AskingSuite().test_it_routes_on_a_device_and_waits_only_where_it_says(tmp_path)
+    line = f"{__file__}:{Asks.forward.__code__.co_firstlineno + 1}"
+    assert not lacks(str(error.value), "in a call of AskingSuite", line, "a value as a number")

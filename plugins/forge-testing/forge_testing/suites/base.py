@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -63,6 +64,26 @@ class Suite:
     def train(self, job: Job, *hooks: TrainingHook) -> Summary:
         """Run a job to its end, silently."""
         return Trainer(job, hooks=hooks, catalog=self.catalog, echo=lambda text: None).run()
+
+
+def undeclared_waits(what: str, found: Mapping[tuple[str, str], int], declared: Mapping[str, int]) -> str:
+    """Returns what is wrong with the host's waits for the pretended device; empty if they are as declared.
+
+    Args:
+        what: Whose they are: "a step of TestMine".
+        found: How often the host waited, by (what for, file and line), as `forge_testing.pretend.waits` counts.
+        declared: How often it may, by the name of the file.
+    """
+    counted = Counter(dict.fromkeys(declared, 0))
+    for (_, where), count in found.items():
+        counted[Path(where.rpartition(":")[0]).name] += count
+    if counted == Counter(declared):
+        return ""
+    places = "; ".join(f"{where} ({count} times, for {what_for})" for (what_for, where), count in found.items())
+    return (
+        f"in {what} the host waits for the device at {places or 'no line'}; say so in the run's summary "
+        f"and in `waits` of this class, which has {dict(declared)}, or compute it on the device"
+    )
 
 
 @contextmanager

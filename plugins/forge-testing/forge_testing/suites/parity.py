@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -18,7 +17,7 @@ from forge_testing.curves import Curve, Difference, train
 from forge_testing.laws import Case, alone, id_of, observed
 from forge_testing.layouts import LAYOUTS
 from forge_testing.pretend import NAME, on_device
-from forge_testing.suites.base import Suite
+from forge_testing.suites.base import Suite, undeclared_waits
 
 if TYPE_CHECKING:
     from _pytest.python import Metafunc
@@ -79,16 +78,8 @@ class ParitySuite(Suite):
         found: Curve = on_device(type(self).curve_on_device, str(tmp_path))
         case, what = self.layout_case(), type(self).__name__
         self._compare_as(f"{what} trains differently on a device than on the CPU", [found], alone(self._request, case))
-        counted = Counter(dict.fromkeys(self.waits, 0))
-        for (_, where), count in found.waits.items():
-            counted[Path(where.rpartition(":")[0]).name] += count
-        places = "; ".join(
-            f"{where} ({count} times, for {what_for})" for (what_for, where), count in found.waits.items()
-        )
-        assert counted == Counter(self.waits), (
-            f"in a step of {what} the host waits for the device at {places or 'no line'}; say so in the run's summary "
-            f"and in `waits` of this class, which has {dict(self.waits)}, or compute it on the device"
-        )
+        wrong = undeclared_waits(f"a step of {what}", found.waits, self.waits)
+        assert not wrong, wrong
 
     @classmethod
     def curve_on_device(cls, folder: str) -> Curve:

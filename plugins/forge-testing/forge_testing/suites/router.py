@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -14,7 +15,9 @@ from forge_core.contracts.data import Batch
 from forge_core.contracts.errors import ForgeError
 from forge_core.contracts.model import Model
 from forge_core.parallel.initialise import check_finite, materialise
-from forge_testing.suites.base import Suite, explained
+from forge_testing.pretend import NAME, on_device
+from forge_testing.pretend.clocks import clocks
+from forge_testing.suites.base import Suite, explained, undeclared_waits
 
 TOKENS = (2, 12)
 """Sequences and positions."""
@@ -30,6 +33,8 @@ class RouterSuite(Suite):
     component: ClassVar[RouterComponent]
     dim: ClassVar[int] = 16
     experts: ClassVar[int] = 8
+    waits: ClassVar[Mapping[str, int]] = {}
+    """How often the host waits for the device forward and backward, by the file of the code that does."""
 
     def test_it_is_a_module_on_the_meta_device(self, tmp_path: Path) -> None:
         """Like every part of a model: the engine allocates memory and sets values later."""
@@ -136,19 +141,48 @@ class RouterSuite(Suite):
             assert parameter.grad is not None, f"no gradient reaches {name}"
             assert bool(torch.isfinite(parameter.grad).all()), f"the gradient of {name} is not finite"
 
-    def _build(self, folder: Path) -> nn.Module:
-        context = self.context(self.tiny_job(folder)).at("layers.0.router", layer=0)
+    def test_it_routes_on_a_device_and_waits_only_where_it_says(self, tmp_path: Path) -> None:
+        """On the device of `forge_testing.pretend`, results are the CPU's, and waits are counted by file and line."""
+        weights, experts, waits = on_device(type(self).routed_on_device, str(tmp_path))
+        expected = self._routed_and_back(self._ready(tmp_path), self._tokens())
+        same = torch.allclose(weights, expected[0], rtol=1e-5, atol=1e-6) and torch.equal(experts, expected[1])
+        assert same, f"{type(self).__name__} routes differently on a device than on the CPU"
+        wrong = undeclared_waits(f"a call of {type(self).__name__}", waits, self.waits)
+        assert not wrong, wrong
+
+    @classmethod
+    def routed_on_device(cls, folder: str) -> tuple[Tensor, Tensor, Mapping[tuple[str, str], int]]:
+        """In a process with the pretended device: weights and experts of the second call, and its waits."""
+        suite = cls()
+        router, (x, batch) = suite._ready(Path(folder), device=NAME), suite._tokens()
+        tokens = x.to(NAME), {name: value.to(NAME) for name, value in batch.items()}
+        suite._routed_and_back(router, tokens)  # a first call may fill caches
+        clocks.waits.clear()
+        weights, experts = suite._routed_and_back(router, tokens)
+        waits = dict(clocks.waits)
+        return weights.cpu(), experts.cpu(), waits
+
+    def _routed_and_back(self, router: nn.Module, tokens: tuple[Tensor, Batch]) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(0)
+        weights, experts = self._routed(router, tokens[0].requires_grad_(), tokens[1])
+        if weights.requires_grad:
+            weights.double().square().sum().backward()
+        return weights.detach(), experts
+
+    def _build(self, folder: Path, device: str = "cpu") -> nn.Module:
+        context = self.context(self.tiny_job(folder, device=device)).at("layers.0.router", layer=0)
         # As within a training step, where the losses that it attaches count: parameters may learn by these alone.
-        context.auxiliary.begin_step(torch.tensor(math.prod(TOKENS)), sequences=TOKENS[0], micro_batches=1)
+        tokens = torch.tensor(math.prod(TOKENS), device=device)
+        context.auxiliary.begin_step(tokens, sequences=TOKENS[0], micro_batches=1)
         with torch.device("meta"):
             return context.build(self.make(folder), dim=self.dim, experts=self.experts)
 
-    def _ready(self, folder: Path, seed: int = 0) -> nn.Module:
-        router = self._build(folder)
+    def _ready(self, folder: Path, seed: int = 0, device: str = "cpu") -> nn.Module:
+        router = self._build(folder, device)
         torch.manual_seed(seed)
         model = cast(Model, router)
         try:
-            materialise(model, torch.device("cpu"), seed=1)
+            materialise(model, torch.device(device), seed=1)
             check_finite(model)
         except ForgeError as error:
             raise AssertionError(str(error)) from error
