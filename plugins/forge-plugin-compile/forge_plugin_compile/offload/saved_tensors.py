@@ -19,6 +19,8 @@ from forge_plugin_compile.torch_internals import storage_of
 
 NO_STREAMS = ("cpu", "meta")
 """Devices whose copies end before the next operation begins."""
+PLAIN: tuple[type, ...] = (Tensor, FakeTensor)
+"""Types of tensors that move. Others, such as float8's, have parts that only they can copy."""
 
 
 @frozen
@@ -116,8 +118,7 @@ class SavedOfBlock:
 
     def _moves(self, tensor: Tensor) -> bool:
         part = local_part(tensor)
-        # Other kinds of tensors, such as float8's, have parts that only they can copy
-        if type(part) not in (Tensor, FakeTensor) or type(tensor) not in (Tensor, FakeTensor, DTensor):
+        if type(part) not in PLAIN or type(tensor) not in (*PLAIN, DTensor):
             return False
         if part.nbytes < max(self.mover.least, 1) or part.device.type != self.mover.device.type:
             return False
