@@ -1,1 +1,5 @@
 """Commands before a run: a first job, its samples, what a step takes on any number of ranks, checks of a machine."""
+
+from forge_plugin_plan.calibration import Calibration
+
+__all__ = ["Calibration"]

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
+from attrs import asdict
+
 from forge_core.parallel.layout import micro_batches
 from forge_plugin_plan.bounds import bounds
+from forge_plugin_plan.error import Error
 from forge_plugin_plan.estimate import Plan
-from forge_plugin_plan.gpus import GPU
+from forge_plugin_plan.machine import Machine
 from forge_plugin_plan.simulate import RankPlan, Traffic
 from forge_plugin_plan.storages import Purpose
 
 
-def facts(plan: Plan, gpu: GPU | None, network: float) -> dict[str, Any]:
+def facts(plan: Plan, machine: Machine | None, error: Error | None = None) -> dict[str, Any]:
     """Returns the estimates; see `report` for the arguments."""
     train, (count, rows) = plan.job.train, micro_batches(plan.job, plan.layout)
     tokens = train.global_batch_size * train.seq_len
@@ -30,15 +34,17 @@ def facts(plan: Plan, gpu: GPU | None, network: float) -> dict[str, Any]:
         "micro_batches": count,
         "micro_batch_size": rows,
         "model_flops": per_token * tokens if per_token else None,
-        "gpu": gpu.name if gpu else None,
-        "gpu_memory": gpu.memory if gpu else None,
+        "gpu": machine.name if machine else None,
+        "gpu_memory": machine.memory if machine and math.isfinite(machine.memory) else None,
+        "calibration": asdict(error) if error else None,
         "lines": [{"title": title, "text": text} for title, text in plan.lines],
-        "ranks": [_rank(rank, gpu, network) for rank in plan.ranks],
+        "ranks": [_rank(rank, machine) for rank in plan.ranks],
     }
 
 
-def _rank(rank: RankPlan, gpu: GPU | None, network: float) -> dict[str, Any]:
+def _rank(rank: RankPlan, machine: Machine | None) -> dict[str, Any]:
     memory, traffic = rank.memory, rank.traffic
+    lower = bounds(rank, machine) if machine and traffic else None
     return {
         "rank": rank.rank,
         "pipeline_rank": rank.pipeline_rank,
@@ -48,7 +54,10 @@ def _rank(rank: RankPlan, gpu: GPU | None, network: float) -> dict[str, Any]:
         "at_peak": {purpose.value: memory.at_peak[purpose] for purpose in Purpose} if memory else None,
         "flops": traffic.flops if traffic else None,
         "sent": [*_sent(traffic)] if traffic else None,
-        "seconds_at_least": {b.what: b.seconds for b in bounds(rank, gpu, network)} if gpu and traffic else None,
+        "seconds_at_least": {b.what: b.seconds for b in lower} if lower else None,
+        "latency": {b.what: b.latency for b in lower if b.latency} if lower else None,
+        "launches": traffic.launches if traffic else None,
+        "compiled": rank.compiled,
         "failure": rank.failure,
     }
 

@@ -28,6 +28,7 @@ from forge_plugin_plan.torch_internals import (
     around_questions_of_dtensors,
     group_named,
     identity_of,
+    is_view,
     schema_of,
 )
 
@@ -80,6 +81,14 @@ KINDS: Mapping[str, tuple[str, Sent]] = {
     "recv_any_source_": ("receive", _nothing),
 }
 """Kind of each operation of torch, and the bytes that a rank sends in it by the algorithm that sends least (rings)."""
+WITHOUT_KERNEL = frozenset(
+    {
+        *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "resize_storage_bytes_"),
+        *("_unsafe_view", "_reshape_alias", "_lazy_clone", "detach_", "lift_fresh", "set_", "record_stream"),
+        *("promote_types", "scalar_tensor"),  # on the host
+    }
+)
+"""Operations that compute nothing, beside views."""
 SILENT = ("barrier", "monitored_barrier_", "wait_tensor")
 """Operations in which no tensor is sent."""
 
@@ -111,6 +120,7 @@ class Meter(PlainDispatchMode):
         self.transfers: Counter[Transfer] = Counter()
         self.groups: dict[str, dist.ProcessGroup] = {}
         self.flops = 0.0
+        self.launches = 0
         self._purpose: Purpose | None = None
         self._pausing = False
 
@@ -171,6 +181,8 @@ class Meter(PlainDispatchMode):
         result = func(*args, **kwargs)
         if self._pausing or func.namespace == "prim":  # a question, such as for the device
             return result
+        # Not of the loss: tensors of a plan are the CPU's, and losses take smaller chunks there, of more operations
+        self.launches += self._purpose is not Purpose.LOGITS and _launches(func)
         read = _tensors((args, kwargs))
         overwritten = _tensors(list(_overwritten(func, args, kwargs)))
         made = [*_tensors(result), *overwritten]
@@ -261,6 +273,13 @@ def _tensors(tree: Any) -> list[Tensor]:
     elif not isinstance(tree, list | tuple):
         return []
     return [tensor for branch in tree for tensor in _tensors(branch)]
+
+
+@cache
+def _launches(func: Any) -> bool:
+    """Whether an operation starts a kernel: views, allocations and waits do not."""
+    name = func.overloadpacket.__name__
+    return not (is_view(func) or name in WITHOUT_KERNEL or name in SILENT or func.namespace == "profiler")
 
 
 @cache

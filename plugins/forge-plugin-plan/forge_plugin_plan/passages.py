@@ -32,6 +32,7 @@ class Passage:
 
     changes: Sequence[Change]
     flops: float
+    launches: int
     kept: int
     transfers: Counter[Transfer]
     roles: Mapping[Role, Piece]
@@ -50,7 +51,7 @@ class Passage:
     def summary(self) -> tuple[Any, ...]:
         """Returns all that counts in a plan; purposes are final only after the step."""
         changes = [(self.places.get(n) or piece.classified(), change) for n, (piece, change) in enumerate(self.changes)]
-        return changes, self.flops, self.kept, self.transfers, self.ended
+        return changes, self.flops, self.launches, self.kept, self.transfers, self.ended
 
 
 @frozen
@@ -146,6 +147,7 @@ class Recording:
         self._meter = meter
         self._start = meter.storages.position()
         self._flops, self._kept, self._transfers = meter.flops, meter.storages.kept, meter.transfers.copy()
+        self._launches = meter.launches
         self._before = [(piece, piece.flags()) for piece in meter.storages.alive()]
         forward = () if visit is None or visit.forward is None else visit.forward.changes
         self._of_visit = {id(piece) for piece, _ in forward}
@@ -168,6 +170,7 @@ class Recording:
         return Passage(
             changes=[change for change in storages.since(self._start) if id(change[0]) not in ignored],
             flops=meter.flops - self._flops,
+            launches=meter.launches - self._launches,
             kept=storages.kept - self._kept,
             transfers=meter.transfers - self._transfers,
             roles=dict(visit.roles),

@@ -201,6 +201,7 @@ class Repetition:
         for piece in {id(piece): piece for piece in ended}.values():  # two outputs may have one gradient
             self._storages.forget(piece)
         self._meter.flops += passage.flops
+        self._meter.launches += passage.launches
         self._meter.transfers.update(passage.transfers)
 
     # --- backward passes -------------------------------------------------------------------------------------------

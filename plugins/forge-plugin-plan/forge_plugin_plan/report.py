@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 
 from forge_core.parallel.layout import micro_batches
 from forge_plugin_plan import units
 from forge_plugin_plan.bounds import Bound, bounds, sent_along
+from forge_plugin_plan.error import Error
 from forge_plugin_plan.estimate import Plan
 from forge_plugin_plan.fake_world import NODE
-from forge_plugin_plan.gpus import GPU
+from forge_plugin_plan.machine import Machine
 from forge_plugin_plan.simulate import RankPlan
 from forge_plugin_plan.storages import Memory, Purpose
 
 SPARE = 0.1
 """Fraction of the memory that should stay free for uncounted memory."""
 
+LAUNCH_BOUND = "take larger micro-batches, or [parallel.compile]"
 
-def report(plan: Plan, gpu: GPU | None, network: float) -> str:
+
+def report(plan: Plan, machine: Machine | None, error: Error | None = None) -> str:
     """Returns paragraphs: the job, memory, computation, communication, and with a GPU the bounds on a step's time.
 
     Args:
         plan: the estimates.
-        gpu: the GPU by which to bound the time, if any.
-        network: bytes a second and direction from each GPU to other nodes.
+        machine: the GPU and network by which to bound the time, if any.
+        error: the bound beside a measured step, if there is one.
     """
-    parts = [_heading(plan), _memory(plan, gpu), _pipeline(plan), _computation(plan), _communication(plan)]
-    if gpu is not None:
-        parts.append(_time(plan, gpu, network))
+    parts = [_heading(plan), _memory(plan, machine), _pipeline(plan), _computation(plan), _communication(plan)]
+    if machine is not None:
+        parts.append(_time(plan, machine))
+    if error is not None:
+        parts.append(_error(error))
     return "\n\n".join("\n".join(part) for part in map(list, parts) if part)
 
 
@@ -64,7 +70,7 @@ def _assumed(plan: Plan) -> Iterator[str]:
 # --- memory ------------------------------------------------------------------------------------------------------
 
 
-def _memory(plan: Plan, gpu: GPU | None) -> Iterator[str]:
+def _memory(plan: Plan, machine: Machine | None) -> Iterator[str]:
     rank = plan.fullest
     which = f", pipeline rank {rank.pipeline_rank}" if plan.layout.pp > 1 else ""
     yield f"{'memory of a rank' + which:<36}{'at most':>12}{'at the peak':>14}"
@@ -77,17 +83,18 @@ def _memory(plan: Plan, gpu: GPU | None) -> Iterator[str]:
         if rank.memory.most[purpose]:
             most, peak = rank.memory.most[purpose], rank.memory.at_peak[purpose]
             yield f"  {purpose.value:<34}{units.size(most):>12}{units.size(peak):>14}"
-    yield f"  {'together':<34}{'':>12}{units.size(rank.memory.peak):>14}{_verdict(rank.memory, gpu)}"
+    verdict = _verdict(rank.memory, machine)
+    yield f"  {'together':<34}{'':>12}{units.size(rank.memory.peak):>14}{verdict}"
 
 
-def _verdict(memory: Memory, gpu: GPU | None) -> str:
-    if gpu is None:
+def _verdict(memory: Memory, machine: Machine | None) -> str:
+    if machine is None or math.isinf(machine.memory):
         return ""
-    of = f"   of {units.size(gpu.memory)} ({gpu.name}): "
-    if memory.peak > gpu.memory:
-        return f"{of}DOES NOT FIT, {units.size(memory.peak - gpu.memory)} too much"
-    free = gpu.memory - memory.peak
-    tight = "" if free >= SPARE * gpu.memory else ", little left for uncounted memory"
+    of = f"   of {units.size(machine.memory)} ({machine.name}): "
+    if memory.peak > machine.memory:
+        return f"{of}DOES NOT FIT, {units.size(memory.peak - machine.memory)} too much"
+    free = machine.memory - memory.peak
+    tight = "" if free >= SPARE * machine.memory else ", little left for uncounted memory"
     return f"{of}fits, {units.size(free)} free{tight}"
 
 
@@ -151,28 +158,47 @@ def _sent(rank: RankPlan) -> float:
 # --- time --------------------------------------------------------------------------------------------------------
 
 
-def _time(plan: Plan, gpu: GPU, network: float) -> Iterator[str]:
+def _time(plan: Plan, machine: Machine) -> Iterator[str]:
     played = [rank for rank in plan.ranks if rank.traffic is not None]
-    yield f"a step takes at least ({gpu.name}, {network * 8 / 1e9:,.0f} Gbit/s of network a GPU)"
+    yield f"a step takes at least ({machine.name}, {machine.network * 8 / 1e9:,.0f} Gbit/s of network a GPU)"
     if not played:
         yield f"  unknown: the step cannot be played: {plan.ranks[0].failure}"
         return
     # Of each resource the rank that needs most time, since the others wait for it
     worst: dict[str, Bound] = {}
     for rank in played:
-        for bound in bounds(rank, gpu, network):
+        for bound in bounds(rank, machine):
             if bound.what not in worst or bound.seconds > worst[bound.what].seconds:
                 worst[bound.what] = bound
     for bound in worst.values():
         yield f"  {bound.what:<30}{units.seconds(bound.seconds):>12}   {bound.how}"
+    if "launches" not in worst:
+        yield f"  {'launches':<30}{'unknown':>12}   compiled blocks launch fewer kernels than are played"
     longest = max(bound.seconds for bound in worst.values())
-    yield f"  {'if all overlaps':<30}{units.seconds(longest):>12}   {_speed(plan, gpu, longest)}"
+    yield f"  {'if all overlaps':<30}{units.seconds(longest):>12}   {_speed(plan, machine, longest)}"
+    if "launches" in worst and worst["launches"].seconds > worst["compute"].seconds:
+        yield f"launch-bound: starting kernels takes {_ratio(worst)} times as long as computing; {LAUNCH_BOUND}"
 
 
-def _speed(plan: Plan, gpu: GPU, seconds: float) -> str:
+def _error(error: Error) -> Iterator[str]:
+    yield f"measured   {error.file}: {error.device}"
+    if error.measured is None or error.predicted is None:
+        yield f"           no step to compare with: {error.why}"
+        return
+    found = f"{units.seconds(error.measured)} a step, the mean of {error.steps}"
+    yield f"           {found}; the bound is {units.seconds(error.predicted)}, {abs(error.error or 0):.0%} {error.side}"
+
+
+def _ratio(worst: Mapping[str, Bound]) -> str:
+    compute = worst["compute"].seconds
+    return f"{worst['launches'].seconds / compute:,.1f}" if compute else "many"
+
+
+def _speed(plan: Plan, machine: Machine, seconds: float) -> str:
     tokens = plan.job.train.global_batch_size * plan.job.train.seq_len
     rate = f"at most {tokens / seconds / plan.layout.world_size:,.0f} tokens/s a GPU"
     per_token = plan.ranks[0].outline.flops
-    if not per_token or plan.trained < plan.parameters:
+    if not per_token or plan.trained < plan.parameters or machine.peak is None:
         return rate
-    return f"{rate}, model FLOPs at {per_token * tokens / seconds / plan.layout.world_size / gpu.flops:.0%} of the peak"
+    utilisation = per_token * tokens / seconds / plan.layout.world_size / machine.peak
+    return f"{rate}, model FLOPs at {utilisation:.0%} of the peak"

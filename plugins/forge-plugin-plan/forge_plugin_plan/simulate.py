@@ -71,6 +71,8 @@ class Traffic:
     """Arrangement of the ranks of each process group, by the group's name."""
     flops: float
     """FLOPs of matrix products and attention, recomputation included."""
+    launches: int
+    """Operations of forward and backward passes that start a kernel, without the loss."""
     kept: int
     """Bytes that forward passes kept for the backward, gathered and cast weights included."""
 
@@ -80,6 +82,7 @@ class Traffic:
             transfers=Counter(self.transfers) + Counter(other.transfers),
             lines={**self.lines, **other.lines},
             flops=self.flops + other.flops,
+            launches=self.launches + other.launches,
             kept=self.kept + other.kept,
         )
 
@@ -355,6 +358,7 @@ class _Rank:
             transfers=_continued(meter.transfers, fewer.transfers, further),
             lines={name: line_of(group, mesh) for name, group in meter.groups.items()},
             flops=meter.flops + further * (meter.flops - fewer.flops),
+            launches=meter.launches + round(further * (meter.launches - fewer.launches)),
             kept=meter.storages.kept + round(further * (meter.storages.kept - fewer.storages.kept)),
         )
 
@@ -369,10 +373,13 @@ class _Rank:
             stepper = Stepper(run)
             with repeating, self._attention():
                 _, sums = stepper.gradients(batches, step=0)
+            launches = meter.launches
             norm = stepper.norm()
             # Before the update, after which there may be no gradients
             self._measure_gradients(meter)
             stepper.update(_step_context(run, norm), sums["loss_sum"])
+        # Norm and update are a few kernels for all parameters on a GPU, and several for each on a CPU
+        meter.launches = launches
         self._name_all(meter)
         return meter
 

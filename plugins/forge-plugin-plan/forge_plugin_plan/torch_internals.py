@@ -34,6 +34,7 @@ __all__ = [
     "group_named",
     "hook_gradient_first",
     "identity_of",
+    "is_view",
     "schema_of",
     "tree_flatten",
     "tree_unflatten",
@@ -261,6 +262,11 @@ def backward_pass() -> int:
 def schema_of(operator: Any) -> Any:
     """Returns the signature of an operator of the dispatcher, which shows what it overwrites."""
     return operator._schema
+
+
+def is_view(operator: Any) -> bool:
+    """Returns whether the result of an operator of the dispatcher shares the memory of an argument."""
+    return bool(operator.is_view)
 
 
 def group_named(name: str) -> dist.ProcessGroup:

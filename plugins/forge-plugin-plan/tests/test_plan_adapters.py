@@ -107,9 +107,12 @@ def test_a_plan_of_8_billion_parameters_is_arithmetic() -> None:
 
 def test_a_plan_shows_what_is_trained_and_no_share_of_flops_that_are_not_computed() -> None:
     from forge_plugin_plan.gpus import find_gpu
+    from forge_plugin_plan.machine import Machine
 
-    texts = [report(plan_of(job_of(**CASES[name]), 1), find_gpu("h100"), 1e9) for name in ("adapters",)]
-    texts += [report(plan_of(job_of(), 1), find_gpu("h100"), 1e9)]
+    h100 = Machine.of_data_sheet(find_gpu("h100"), 1e9)
+
+    texts = [report(plan_of(job_of(**CASES[name]), 1), h100) for name in ("adapters",)]
+    texts += [report(plan_of(job_of(), 1), h100)]
     for text, is_shown in zip(texts, (True, False), strict=True):
         assert ("of them trained, bf16" in text) is is_shown
         assert ("as the model states them, were all of it trained" in text) is is_shown

@@ -63,7 +63,8 @@ def test_json_has_the_figures_that_the_text_rounds(tmp_path: Path, capsys: pytes
         assert rank["peak"] == sum(rank["at_peak"].values())
         assert all(rank["most"][purpose] >= size for purpose, size in rank["at_peak"].items())
         assert rank["flops"] > 0
-        assert {"compute", "memory"} <= rank["seconds_at_least"].keys()
+        assert {"compute", "memory", "launches"} <= rank["seconds_at_least"].keys()
+        assert all(0 < wait < rank["seconds_at_least"][line] for line, wait in rank["latency"].items())
         assert any(sent["along"].startswith("pp (2 ranks") and sent["bytes"] for sent in rank["sent"])
     assert plan(tmp_path, "--json") == 0
     [alone] = json.loads(capsys.readouterr().out)["ranks"]
@@ -94,7 +95,11 @@ def test_it_needs_neither_data_nor_ranks(tmp_path: Path, capsys: pytest.CaptureF
         assert f"  {line}" in out
     assert "pipeline rank      weights    gradients    optimizer  activations       logits         peak" in out
     assert "of 141.00 GB (H200 SXM): fits" in out
-    assert re.search(r"  pp \(2 ranks, 1 a node\) +[\d.]+ ms   [\d.]+ [kM]B at 50 GB/s", out)
+    assert re.search(
+        r"  pp \(2 ranks, 1 a node\) +[\d.]+ ms   [\d.]+ [kM]B at 50 GB/s.*; \d+ calls, [\d.]+ ms of lat", out
+    )
+    # Matrices of 64 columns keep no GPU busy for as long as a kernel takes to start
+    assert "launch-bound: starting kernels takes" in out
 
 
 REPORTING = """

@@ -59,7 +59,7 @@ def plan_bounds(trace: Path, world_size: int, rank: int, gpu: str) -> Mapping[st
 def _rows(facts: Facts, bounds: Mapping[str, float]) -> Iterator[tuple[str, float, float]]:
     """(resource, seconds at least, seconds measured)."""
     busy = facts["busy_s"]
-    links = {name: seconds for name, seconds in bounds.items() if name not in ("compute", "memory")}
+    links = {name: seconds for name, seconds in bounds.items() if name not in ("compute", "memory", "launches")}
     yield "compute", bounds["compute"], busy["compute"]
     # Kernels read and write memory while they compute, so both times count
     yield "memory", bounds["memory"], busy["compute"] + busy["copy"]
