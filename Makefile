@@ -18,7 +18,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PROCESSES) --dist loadf
 # Threads that wait must not spin: a busy neighbour would slow them down several times over.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: run test test-all lint types contracts tests coverage measure gpu docs venv wheels alone clean
+.PHONY: run test test-all lint types contracts tests coverage measure gpu kernels docs venv wheels alone clean
 
 run: $(STAMP)
 	$(BIN)/forge-run configs/quickstart.toml --nproc 2
@@ -55,10 +55,20 @@ tests: $(STAMP)
 
 # On a machine with a GPU: the tests of tests/gpu, then the benchmarks, each piece into a JSON and a table in the folder OUT.
 # PIECE=numerics runs one. Nothing is installed: the python that there is needs torch and what Forge imports.
+KERNELS := .kernels
 OUT ?= gpu-results
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 gpu:
 	$(GPU_PYTHON) tests/gpu --out $(OUT) --tests $(addprefix --piece ,$(PIECE))
+
+# Compiled blocks as kernels of sm_80, sm_90 and sm_100, beside the recorded table: no kernel, graph break or spill more.
+# Free while nothing that it depends on has changed (tests/gpu/kernels/table.sha256); otherwise it installs Triton into a
+# folder of its own, 1 GB, and takes five minutes on two cores. It needs g++ and a torch without CUDA.
+kernels: $(STAMP)
+	@$(BIN)/python -m tests.gpu.kernels --unchanged || { \
+		triton=triton==$$($(BIN)/python -c "from tests.gpu.kernels.watched_kernels import TRITON; print(TRITON)"); \
+		test -d $(KERNELS)/triton || $(BIN)/pip install --quiet --no-deps --target $(KERNELS) $$triton; \
+		PYTHONPATH=$(KERNELS) OMP_NUM_THREADS=1 $(BIN)/python -m tests.gpu.kernels $(RECORD); }
 
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
@@ -88,4 +98,4 @@ $(STAMP): requirements-dev.txt pyproject.toml $(wildcard plugins/*/pyproject.tom
 	@touch $@
 
 clean:
-	rm -rf $(VENV) dist site htmlcov .coverage .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(KERNELS) dist site htmlcov .coverage .mypy_cache .ruff_cache .pytest_cache
