@@ -67,7 +67,7 @@ gpu:
 kernels: $(STAMP)
 	@$(BIN)/python -m tests.gpu.kernels --unchanged || { \
 		triton=triton==$$($(BIN)/python -c "from tests.gpu.kernels.watched_kernels import TRITON; print(TRITON)"); \
-		test -d $(KERNELS)/triton || $(BIN)/pip install --quiet --no-deps --target $(KERNELS) $$triton; \
+		test -d $(KERNELS)/triton || $(BIN)/pip install --quiet --no-deps --target $(KERNELS) $$triton && \
 		PYTHONPATH=$(KERNELS) OMP_NUM_THREADS=1 $(BIN)/python -m tests.gpu.kernels $(RECORD); }
 
 docs: $(STAMP)

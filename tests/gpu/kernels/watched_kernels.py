@@ -56,6 +56,11 @@ def cannot_run() -> str | None:
     """Why kernels cannot be compiled here; None if they can."""
     if importlib.util.find_spec("triton") is None:
         return f"needs triton, which is not installed: `make kernels` installs triton=={TRITON}"
+    torch = importlib.util.find_spec("torch")
+    if torch is None or torch.origin is None:
+        return "needs torch, which is not installed"
+    if (Path(torch.origin).parent / "lib" / "libtorch_cuda.so").exists():
+        return "needs a torch without CUDA, such as make kernels VENV=.venv-cpu TORCH=torch==2.13.0+cpu installs"
     if shutil.which("g++") is None:
         return "needs g++, which is not installed"
     return None
