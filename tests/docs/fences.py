@@ -57,6 +57,7 @@ TUTORIAL = ROOT / "docs" / "tutorials" / "own-text.md"
 COOKBOOK = ROOT / "docs" / "cookbook.md"
 METRICS = ROOT / "docs" / "how-to" / "metrics.md"
 LOGGERS = ROOT / "docs" / "how-to" / "loggers.md"
+LADDER = ROOT / "docs" / "how-to" / "ladder.md"
 TAPS = ROOT / "docs" / "how-to" / "taps.md"
 PREFERENCES = ROOT / "docs" / "how-to" / "preferences.md"
 REWARDS = ROOT / "docs" / "how-to" / "reinforcement-learning.md"
@@ -66,7 +67,7 @@ MAKE_DATA = (IMAGES, VIDEOS, EVALUATES_VISION, TUTORIAL, COOKBOOK, PREFERENCES, 
 """Pages whose commands make the data of their jobs."""
 RUN_ALL = (
     *sorted(TEN_MINUTES.glob("*.md")),
-    *(ROOT / "docs" / "publishing.md", IMAGES, VIDEOS, EVALUATES, IMPORTS, TUTORIAL, METRICS, LOGGERS, TAPS),
+    *(ROOT / "docs" / "publishing.md", IMAGES, VIDEOS, EVALUATES, IMPORTS, TUTORIAL, METRICS, LOGGERS, TAPS, LADDER),
     *(EVALUATES_VISION, CONTINUES, PREFERENCES, REWARDS, LORA, SFT, ARCHITECTURE),
 )
 """Pages of which every command is run."""

@@ -1,0 +1,241 @@
+"""`forge-run ladder`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attrs import asdict, frozen
+
+from forge_core.cli.command_line import positive, with_examples
+from forge_core.contracts.errors import ExitCode, ForgeError
+from forge_core.plugins.catalog import Catalog
+from forge_kit.tools.json_output import add_json, print_json
+from forge_kit.tools.outputs import FOLDER_MARK, free_folder, write_output
+
+if TYPE_CHECKING:
+    from forge_plugin_ladder.intervals import Resampled
+    from forge_plugin_ladder.ladder import Ladder, Planned
+    from forge_plugin_ladder.points import Point
+
+HEADING = "train"
+POINTS, FIT, REPORT, PICTURE, RECORD = "points.json", "fit.json", "report.md", "report.png", "comparison.json"
+EXAMPLES = (
+    "forge-run ladder plan ladder.toml",
+    "forge-run ladder run ladder.toml --parallel 2",
+    "forge-run ladder fit ladder.toml",
+    "forge-run ladder fit ladder.toml --points measured.json",
+    "forge-run ladder predict ladder.toml --flops 1e20 1e21",
+    "forge-run ladder report ladder.toml",
+)
+
+
+def command(argv: list[str]) -> int:
+    """Train a job at several sizes and budgets, fit a law of the loss, and predict larger runs, with intervals."""
+    options = _parser().parse_args(argv)
+    return options.action(options)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("forge-run ladder", description=command.__doc__)
+    with_examples(parser, *EXAMPLES)
+    actions = parser.add_subparsers(metavar="ACTION", required=True, help="ACTION --help has its options")
+    add = partial(_add, actions)
+    plan, run, fit = add("plan", plan_ladder), add("run", run_ladder), add("fit", fit_ladder)
+    run.add_argument("--nproc", type=positive, default=1, metavar="N", help="ranks of each run (1)")
+    run.add_argument("--parallel", type=positive, default=1, metavar="N", help="runs at the same time (1)")
+    predict, report = add("predict", predict_ladder), add("report", report_ladder)
+    predict.add_argument(
+        "--flops", type=float, nargs="+", required=True, metavar="C", help="budgets, by the model's own count"
+    )
+    predict.add_argument("--far", action="store_true", help="beyond 100 times the largest run, too")
+    for action in (fit, predict, report):
+        action.add_argument(
+            "--points", type=Path, metavar="FILE", help="a table of points, in place of the ladder's runs"
+        )
+    fit.add_argument("--resamples", type=positive, default=1000, metavar="N", help="of the runs, for intervals (1000)")
+    for action in (predict, report):
+        action.add_argument("--level", type=_level, default=0.9, metavar="P", help="of intervals (0.9)")
+    for action in (plan, fit, predict):
+        add_json(action)
+    return parser
+
+
+def _add(actions: Any, name: str, function: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
+    """Add an action whose help is the docstring of its function."""
+    parser: argparse.ArgumentParser = actions.add_parser(
+        name, help=function.__doc__, description=function.__doc__, allow_abbrev=False
+    )
+    parser.add_argument("ladder", type=Path, metavar="LADDER.toml")
+    parser.set_defaults(action=function)
+    return parser
+
+
+def _level(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError("must be between 0 and 1")
+    return value
+
+
+@frozen
+class _Files:
+    """A ladder and where its files are."""
+
+    ladder: Ladder
+    base: Path
+    out: Path
+    catalog: Catalog
+
+    @classmethod
+    def of(cls, options: argparse.Namespace) -> _Files:
+        from forge_plugin_ladder.ladder import read_ladder
+
+        # One catalog for all, as it remembers how a stranger's class was spelt
+        catalog = Catalog.installed()
+        ladder = read_ladder(options.ladder, catalog)
+        base = options.ladder.parent / Path(ladder.job).expanduser()
+        out = free_folder(Path(ladder.output), "output", [RECORD, POINTS, FIT, FOLDER_MARK])
+        return cls(ladder, base, out, catalog)
+
+    @property
+    def total(self) -> bool:
+        return self.ladder.count == "parameters_total"
+
+    def planned(self) -> list[Planned]:
+        from forge_plugin_ladder.ladder import plan_runs
+
+        return plan_runs(self.ladder, self.base, self.catalog)
+
+    def points(self, given: Path | None) -> list[Point]:
+        """The points of a file, or of the ladder's own runs."""
+        from forge_plugin_ladder.points import read_points
+        from forge_plugin_ladder.runs import collect
+
+        return read_points(given) if given else collect(self.planned(), self.base, self.out, self.ladder.unique_tokens)
+
+    def fitted(self, points: Sequence[Point]) -> Resampled:
+        from forge_plugin_ladder.store import read_fit
+
+        return read_fit(self.out / FIT, self.ladder.law, points, self.ladder.count, self.law_type)
+
+    @property
+    def law_type(self) -> str:
+        return self.catalog.type_of(type(self.ladder.law))
+
+
+def plan_ladder(options: argparse.Namespace) -> int:
+    """Show every run: parameters, tokens, steps, FLOPs, and what rules set; nothing is trained."""
+    from forge_plugin_ladder.screen import plan_table
+
+    runs = _Files.of(options).planned()
+    if options.json:
+        print_json([asdict(run) for run in runs])
+    else:
+        print(plan_table(runs))
+    return ExitCode.FINISHED
+
+
+def run_ladder(options: argparse.Namespace) -> int:
+    """Train the runs that have not finished; the same command continues where it was interrupted."""
+    from forge_plugin_ladder.points import write_points
+    from forge_plugin_ladder.runs import collect, train
+
+    files = _Files.of(options)
+    runs = files.planned()
+    say = partial(print, flush=True)
+    completed, failed = train(runs, files.base, files.out, options.nproc, options.parallel, say)
+    # After an interruption, too: an interrupted ladder has some of its points
+    points = collect(runs, files.base, files.out, files.ladder.unique_tokens)
+    write_points(files.out / POINTS, points)
+    if not completed:
+        print("interrupted; the same command continues it", file=sys.stderr)
+        return ExitCode.STOPPED
+    without = {point.run: point.failed for point in points if point.failed}
+    for name, reason in without.items():
+        print(f"{name}: {reason}; its point is marked and not fitted")
+    if failed:
+        raise ForgeError(f"{len(failed)} of {len(runs)} runs failed: {', '.join(failed)}; see {files.out / 'logs'}")
+    return ExitCode.FINISHED
+
+
+def fit_ladder(options: argparse.Namespace) -> int:
+    """Fit the law to the points, with intervals from resampled runs, and try it on the largest budget."""
+    from forge_plugin_ladder.fitting import fit
+    from forge_plugin_ladder.intervals import resample
+    from forge_plugin_ladder.parabolas import iso_flops
+    from forge_plugin_ladder.prediction import held_out
+    from forge_plugin_ladder.screen import fit_facts, fit_text
+    from forge_plugin_ladder.store import write_fit
+
+    files = _Files.of(options)
+    points, law = files.points(options.points), files.ladder.law
+    resampled = resample(fit(law, points, files.total), points, files.total, options.resamples)
+    facts = fit_facts(
+        resampled,
+        points,
+        iso_flops(points, files.total),
+        held_out(law, points, files.total, max(100, options.resamples // 5)),
+        files.ladder.count,
+    )
+    files.out.mkdir(parents=True, exist_ok=True)
+    # With points of other programs, nothing has made the folder yet
+    (files.out / FOLDER_MARK).touch()
+    write_fit(files.out / FIT, resampled, points, files.ladder.count, files.law_type)
+    if options.json:
+        print_json(facts)
+    else:
+        print(fit_text(facts))
+    return ExitCode.FINISHED
+
+
+def predict_ladder(options: argparse.Namespace) -> int:
+    """Predict the best size, its tokens and loss for budgets, with intervals."""
+    from forge_plugin_ladder.prediction import predict
+    from forge_plugin_ladder.screen import prediction_table
+
+    files = _Files.of(options)
+    points = files.points(options.points)
+    resampled = files.fitted(points)
+    found = [
+        predict(resampled, flops, points, files.total, options.level, options.far) for flops in sorted(options.flops)
+    ]
+    if options.json:
+        print_json([asdict(each) for each in found])
+    else:
+        print(prediction_table(found, options.level))
+    return ExitCode.FINISHED
+
+
+def report_ladder(options: argparse.Namespace) -> int:
+    """Write a report: each point with its run, the law, IsoFLOP curves, residuals and the frontier."""
+    import numpy as np
+
+    from forge_kit.tools.outputs import output_file
+    from forge_plugin_ladder.parabolas import iso_flops
+    from forge_plugin_ladder.picture import draw
+    from forge_plugin_ladder.prediction import held_out, predict
+    from forge_plugin_ladder.screen import fit_facts, report_text
+
+    files = _Files.of(options)
+    points = files.points(options.points)
+    resampled = files.fitted(points)
+    flops = [point.flops for point in points if point.usable]
+    # Within the ladder, to be compared with its points, and ten times beyond
+    budgets = np.geomspace(min(flops), 10 * max(flops), 12)
+    frontier = [predict(resampled, float(each), points, files.total, options.level) for each in budgets]
+    tried = held_out(files.ladder.law, points, files.total, 200, options.level)
+    facts = fit_facts(resampled, points, iso_flops(points, files.total), tried, files.ladder.count)
+    text = report_text(facts, points, frontier, options.level, PICTURE)
+    # Both before either is written
+    for name in (REPORT, PICTURE):
+        output_file(files.out / name, "output")
+    write_output(files.out / REPORT, "output", text)
+    draw(resampled, points, frontier, files.total, files.out / PICTURE)
+    print(files.out / REPORT)
+    print(files.out / PICTURE)
+    return ExitCode.FINISHED

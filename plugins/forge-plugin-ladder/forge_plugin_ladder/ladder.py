@@ -1,0 +1,244 @@
+"""The ladder file: a base job, sizes, budgets, seeds and rules; and the runs that follow from it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import tomli_w
+from attrs import field, frozen
+from attrs.validators import deep_iterable, ge, gt, min_len
+
+from forge_core.config.load import load_job
+from forge_core.config.structure import structure
+from forge_core.config.tree import read_job
+from forge_core.contracts.components import FilePath, default_type
+from forge_core.contracts.errors import JobError, Problem
+from forge_core.plugins.catalog import Catalog, install_line
+from forge_plugin_ladder.law import Law
+from forge_plugin_ladder.rules import Rule, Scale
+
+if TYPE_CHECKING:
+    from forge_core.job import Job
+
+BATCH = "train.global_batch_size"
+STEPS = "train.steps"
+TAKEN = (STEPS, "train.stop_after", "job.name", "job.output", "job.seed")
+"""Keys that the ladder sets itself."""
+INTEGERS = (BATCH, "scheduler.warmup_steps", "train.micro_batch_size")
+"""Keys whose values a rule's are rounded to."""
+OUTSIDE = ("embedding", "head")
+"""Roles of parameters that `parameters` does not count."""
+
+
+@frozen(kw_only=True)
+class Budgets:
+    """`[budgets]`: how long each size is trained, in one unit or several."""
+
+    tokens_per_parameter: tuple[float, ...] = field(default=(), validator=deep_iterable(gt(0)))
+    """Tokens for each parameter without embedding and head; 20 is about Chinchilla's."""
+    flops: tuple[float, ...] = field(default=(), validator=deep_iterable(gt(0)))
+    """FLOPs of a run, by the model's own count; runs of one budget are an IsoFLOP curve."""
+    tokens: tuple[float, ...] = field(default=(), validator=deep_iterable(gt(0)))
+    """Tokens, the same for every size."""
+
+
+@frozen(kw_only=True)
+class Ladder:
+    """A ladder, as its file has it."""
+
+    job: FilePath
+    """The base job, relative to the ladder's file."""
+    output: FilePath = "ladder"
+    """Folder of all that the ladder makes, relative to the working directory, as `job.output` is."""
+    sizes: Mapping[str, Mapping[str, Any]] = field(validator=min_len(1))
+    """`[sizes.NAME]`: keys over `[model]` that make the model of a size: `dim = 256`, `attention.heads = 4`."""
+    budgets: Budgets
+    seeds: tuple[int, ...] = field(default=(), validator=deep_iterable(ge(0)))
+    """Values of `job.seed`, each a further run; none: the base job's."""
+    rules: Mapping[str, Rule] = field(factory=dict)
+    """`[rules."optimizer.lr"]`: how a key of the job follows from the scale."""
+    unique_tokens: float = field(default=0.0, validator=ge(0))
+    """Tokens of the data, beyond which a run repeats some; 0: no run repeats any."""
+    count: Literal["parameters", "parameters_total"] = "parameters"
+    """N of the law: parameters without embedding and head, or all."""
+    law: Law = default_type("additive")
+    """Form of the loss that is fitted."""
+
+
+@frozen(kw_only=True)
+class Planned:
+    """One run of a ladder."""
+
+    name: str
+    size: str
+    budget: str
+    seed: int | None
+    parameters: int
+    parameters_total: int
+    steps: int
+    tokens: int
+    flops: float
+    settings: Mapping[str, str]
+    """Keys of the job that differ from the base, values as in TOML."""
+    warnings: Sequence[str]
+
+
+def read_ladder(path: Path, catalog: Catalog) -> Ladder:
+    """Read a ladder's file.
+
+    Raises:
+        JobError: it cannot be read; lists every problem with its line.
+    """
+    root, problems = read_job([path])
+    found, findings = structure(root, Ladder, catalog)
+    problems = [*problems, *findings.problems]
+    # What follows from several keys, only of a file that could be read
+    if not problems:
+        problems = list(_problems(found))
+    if problems:
+        raise JobError([*problems, *install_line(findings.missing)])
+    return found
+
+
+def _problems(ladder: Ladder) -> Iterator[Problem]:
+    if not any((ladder.budgets.tokens_per_parameter, ladder.budgets.flops, ladder.budgets.tokens)):
+        yield Problem("budgets", "there is no budget: give tokens_per_parameter, flops or tokens")
+    for key in ladder.rules:
+        if key in TAKEN:
+            yield Problem(f"rules.{key}", "the ladder sets this key itself")
+
+
+def plan_runs(ladder: Ladder, base: Path, catalog: Catalog) -> list[Planned]:
+    """Returns every run of a ladder: each size with each budget and seed.
+
+    Args:
+        ladder: as read.
+        base: its base job.
+        catalog: the installed components.
+
+    Raises:
+        JobError: a size or a rule makes a job that cannot run, or a model does not state its FLOPs.
+    """
+    runs = []
+    for name, keys in ladder.sizes.items():
+        settings = {f"model.{key}": _toml(value) for key, value in _flat(keys)}
+        # Built once for each size, without memory: all its runs have the same model
+        job = load_job(base, overrides=_overrides(settings), catalog=catalog, world_size=1)
+        size = _Size(name, settings, job, *_counts(job, catalog))
+        for label, tokens in size.budgets(ladder.budgets):
+            runs += [size.run(label, tokens, seed, ladder.rules) for seed in ladder.seeds or (None,)]
+    _demand_jobs(runs, base, catalog)
+    return runs
+
+
+def _demand_jobs(runs: Sequence[Planned], base: Path, catalog: Catalog) -> None:
+    """Raise with every problem of every run's job, each once."""
+    problems = dict[Problem, None]()
+    # Seeds change nothing that a check looks at
+    for settings in {tuple(run.settings.items()) for run in runs}:
+        try:
+            load_job(base, overrides=_overrides(dict(settings)), catalog=catalog, world_size=1)
+        except JobError as error:
+            problems |= dict.fromkeys(error.problems)
+    if problems:
+        raise JobError(problems)
+
+
+@frozen
+class _Size:
+    """A size of the ladder, and its runs."""
+
+    name: str
+    settings: Mapping[str, str]
+    job: Job
+    parameters: int
+    parameters_total: int
+    flops: float
+    """Of a token."""
+
+    def budgets(self, budgets: Budgets) -> Iterator[tuple[str, float]]:
+        """Label and tokens of each budget."""
+        # Labels are parts of the runs' names
+        for ratio in budgets.tokens_per_parameter:
+            yield f"{ratio:g}x", ratio * self.parameters
+        for flops in budgets.flops:
+            yield f"{flops:.3g}", flops / self.flops
+        for tokens in budgets.tokens:
+            yield f"{tokens:.3g}T", tokens
+
+    def run(self, budget: str, tokens: float, seed: int | None, rules: Mapping[str, Rule]) -> Planned:
+        """The run of a budget; its tokens are rounded to whole steps."""
+        train = self.job.train
+        values, warnings = {}, []
+        batch = train.global_batch_size
+        # The batch first, of which the other keys are functions
+        for key, rule in sorted(rules.items(), key=lambda item: item[0] != BATCH):
+            of_step = math.nan if key == BATCH else float(batch * train.seq_len)
+            scale = Scale(
+                parameters=self.parameters,
+                parameters_total=self.parameters_total,
+                tokens=tokens,
+                batch_tokens=of_step,
+                seq_len=train.seq_len,
+            )
+            value = rule.value(scale)
+            # No rule is right to a fraction of a sequence
+            values[key] = _toml(max(1, round(value)) if key in INTEGERS else value)
+            batch = int(values[key]) if key == BATCH else batch
+            if text := rule.warning(scale):
+                warnings.append(f"{key}: {text}")
+        # FLOPs follow from the tokens that are fed, not from those that were asked for
+        steps = max(1, round(tokens / (batch * train.seq_len)))
+        fed = steps * batch * train.seq_len
+        values[STEPS] = str(steps)
+        return Planned(
+            name=f"{self.name}-{budget}" + ("" if seed is None else f"-s{seed}"),
+            size=self.name,
+            budget=budget,
+            seed=seed,
+            parameters=self.parameters,
+            parameters_total=self.parameters_total,
+            steps=steps,
+            tokens=fed,
+            flops=fed * self.flops,
+            settings={**self.settings, **values},
+            warnings=warnings,
+        )
+
+
+def _counts(job: Job, catalog: Catalog) -> tuple[int, int, float]:
+    """Parameters without embedding and head, all of them, and FLOPs of a token, of a model without memory."""
+    import torch
+    from attrs import evolve
+
+    from forge_core.contracts.layout import Layout
+    from forge_core.engine.build import build_bare_model, build_tokenizer
+    from forge_core.parallel.initialise import bare_context
+
+    context = bare_context(job, Layout(), catalog, torch.device("cpu"))
+    # Before the model, whose vocabulary may follow from the tokenizer
+    _, outline = build_bare_model(job, evolve(context, tokenizer=build_tokenizer(job, context)))
+    if outline.flops is None:
+        raise JobError("the model does not state its FLOPs (`Model.flops`), which a law needs")
+    # A tied head is counted once, with the embedding
+    inside = sum(size for name, size in outline.sizes.items() if outline.roles[name] not in OUTSIDE)
+    return inside, sum(outline.sizes.values()), outline.flops
+
+
+def _flat(table: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{path}{key}.")
+        else:
+            yield f"{path}{key}", value
+
+
+def _toml(value: Any) -> str:
+    return tomli_w.dumps({"value": value}).removeprefix("value = ").rstrip()
+
+
+def _overrides(settings: Mapping[str, str]) -> list[str]:
+    return [f"--{key}={value}" for key, value in settings.items()]
