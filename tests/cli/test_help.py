@@ -18,6 +18,7 @@ WITHOUT_JSON = {
     "launch elastic": "as run",
     "launch lighthouse": "a service",
     "watch": "a screen; show --json has its facts",
+    "ladder": "run trains, and report writes: plan, fit and predict have --json",
     "chat": "a conversation; generate --chat --json has its answers",
     "completion": "a script of the shell",
     "explain schema": "prints JSON anyway",

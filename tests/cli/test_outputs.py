@@ -13,7 +13,7 @@ from forge_core.cli import main
 from forge_kit.tools.outputs import MARK
 
 VALUES = {
-    "A,B", "ADDRESS", "GB", "GBITS", "GLOB", "JOBS", "K", "K=V,…", "KEY", "KEY=A,B", "KIND", "LIST", "M", "N",
+    "A,B", "ADDRESS", "C", "GB", "GBITS", "GLOB", "JOBS", "K", "K=V,…", "KEY", "KEY=A,B", "KIND", "LIST", "M", "N",
     "NAME", "NAMES", "ORG/NAME", "P", "R", "RATE", "REV", "S", "SHARE", "STEP", "T", "TEXT", "TYPE", "X",
 }  # fmt: skip
 """Metavars of what is no path."""
@@ -27,7 +27,8 @@ init --tokenizer, init --from, inside lens path, inside lens --run, data picture
 resume run, resume --from, run --resume, run files, runs folders, inside sae run, inside sae files, show run, submit
 files, submit --preset, submit --status, inside taps store, watch runs, weights inspect folder, weights import folder,
 weights import --tokenizer, weights export run, weights verify first, weights verify second, weights verify --prompts,
-launch local --resume, launch local files
+launch local --resume, launch local files, plan --calibrate, ladder plan ladder, ladder run ladder, ladder fit ladder,
+ladder fit --points, ladder predict ladder, ladder predict --points, ladder report ladder, ladder report --points
 """
 OTHERS = {
     "doctor --output": "it makes a folder of its own there, and removes it",

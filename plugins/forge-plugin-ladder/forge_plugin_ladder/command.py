@@ -35,7 +35,10 @@ EXAMPLES = (
 
 
 def command(argv: list[str]) -> int:
-    """Train a job at several sizes and budgets, fit a law of the loss, and predict larger runs, with intervals."""
+    """Predict larger runs from small ones, with intervals.
+
+    A job is trained at several sizes and budgets, a law of the loss is fitted, and the loss of larger budgets follows.
+    """
     options = _parser().parse_args(argv)
     return options.action(options)
 
@@ -59,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
         )
     fit.add_argument("--resamples", type=positive, default=1000, metavar="N", help="of the runs, for intervals (1000)")
     for action in (predict, report):
-        action.add_argument("--level", type=_level, default=0.9, metavar="P", help="of intervals (0.9)")
+        action.add_argument("--level", type=probability, default=0.9, metavar="P", help="of intervals (0.9)")
     for action in (plan, fit, predict):
         add_json(action)
     return parser
@@ -70,12 +73,13 @@ def _add(actions: Any, name: str, function: Callable[[argparse.Namespace], int])
     parser: argparse.ArgumentParser = actions.add_parser(
         name, help=function.__doc__, description=function.__doc__, allow_abbrev=False
     )
-    parser.add_argument("ladder", type=Path, metavar="LADDER.toml")
+    parser.add_argument("ladder", type=Path, metavar="LADDER.toml", help="the ladder: job, sizes, budgets, rules")
     parser.set_defaults(action=function)
     return parser
 
 
-def _level(text: str) -> float:
+def probability(text: str) -> float:
+    """Reads a number between 0 and 1, as `argparse` does."""
     value = float(text)
     if not 0 < value < 1:
         raise argparse.ArgumentTypeError("must be between 0 and 1")

@@ -228,7 +228,7 @@ def _demand_sound(found: Fit, sizes: Sizes, losses: Values) -> None:
         if share < 10 * SMALLEST:
             raise JobError(f"{name} has no part in the loss of these points, so that the law is another one")
     residuals = np.log(found.loss(sizes) / losses)
-    # Points computed from a law: what is left is rounding, and rounding has trends
+    # Points may be computed from a law: then all is rounding, and rounding has trends
     if np.abs(residuals).max() < EXACT:
         return
     chance, where = trend(found, sizes, residuals)
@@ -256,7 +256,7 @@ def trend(found: Fit, sizes: Sizes, residuals: Values) -> tuple[float, str]:
     free = {
         name: column for name, column in free.items() if np.linalg.norm(column) > 1e-3 * np.linalg.norm(added[name])
     }
-    # Huber's residuals are not orthogonal to the tangent, as those of least squares would be
+    # Huber's residuals are not orthogonal to the tangent, in contrast to least squares
     left = residuals - basis @ (basis.T @ residuals)
     if not free or len(left) <= tangent.shape[1] + len(free):
         return 1.0, ""

@@ -68,7 +68,7 @@ def resample(
     """
     usable = [point for point in points if point.usable]
     sizes, losses = sizes_of(usable, total), np.array([point.loss for point in usable])
-    # By name: branches of one trunk have that of the trunk
+    # By name, as branches of one trunk have one name
     runs: dict[str, list[int]] = {}
     for number, point in enumerate(usable):
         runs.setdefault(point.run, []).append(number)

@@ -144,7 +144,7 @@ def held_out(law: Law, points: Sequence[Point], total: bool, count: int, level: 
     # By FLOPs and not by labels: points of other programs have none
     groups = groups_of(points)
     rest = [point for group in groups[:-1] for point in group]
-    # A fit of the others may be refused where that of all is not
+    # A fit of the others may be refused, although all together have one
     try:
         resampled = resample(fit(law, rest, total), rest, total, count)
     except JobError:

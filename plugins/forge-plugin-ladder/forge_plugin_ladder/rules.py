@@ -48,6 +48,7 @@ class Fixed(Rule):
     """The same value at every scale."""
 
     to: float
+    """The value, in the key's own unit."""
 
     def value(self, scale: Scale) -> float:
         return self.to

@@ -84,6 +84,6 @@ def read_fit(path: Path, law: Law, points: Sequence[Point], count: str, type_: s
 
 def digest(points: Sequence[Point]) -> str:
     """Returns SHA-256 of the points, every digit of them."""
-    # Sorted, as a table may be made anew in another order
+    # Sorted, as a table may be written again in another order
     rows = sorted(json.dumps(asdict(point), sort_keys=True) for point in points)
     return hashlib.sha256("\n".join(rows).encode()).hexdigest()

@@ -46,7 +46,7 @@ def seconds(transfer: Transfer, line: Line, rate: float) -> float:
     """Returns the time of a collective or message by the fastest algorithm and protocol.
 
     Args:
-        transfer: what is sent.
+        transfer: the collective.
         line: arrangement of its ranks.
         rate: bytes a second that a rank can send along the line.
     """

@@ -16,7 +16,7 @@ from forge_core.devices import query_device
 from forge_plugin_plan.measurements import Collective, Measurements, Product
 
 LONG_S = 2e-3
-"""A call that takes as long is large enough: its time is that of its arithmetic, or of its bytes."""
+"""A call that takes as long is large enough: its time is spent on arithmetic, or on bytes."""
 REPEATS = 5
 LAUNCHES = 200
 SIZES = (1 << 10, 1 << 24)
@@ -54,7 +54,7 @@ def _memory(device: torch.device) -> int:
 
 def _product(device: torch.device, dtype: torch.dtype) -> Product:
     size = 256
-    # On a slow CPU the first size is large enough; a GPU takes 8192 until its time is that of the arithmetic
+    # On a slow CPU the first size is large enough; a GPU takes 8192 until its time is spent on arithmetic
     while True:
         matrix = torch.ones(size, size, dtype=dtype, device=device)
         seconds = _timed(partial(torch.matmul, matrix, matrix), device)
