@@ -8,6 +8,7 @@ from gpu.pieces import (  # noqa: F401
     memory,
     numerics,
     optimizers,
+    planning,
     profiling,
     recurrences,
     saving,

@@ -1,4 +1,4 @@
-"""Whole training steps: the 8B job of `configs/` at sequence 4096, and mixtures of 8 and of 64 experts."""
+"""Whole training steps: the 8B job of `configs/` at sequence 4096, and mixtures of experts beside a dense model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from gpu.bench import Bench, piece
+from gpu.bench import Bench, machine, piece
 from gpu.runs import RANDOM_TOKENS, REPOSITORY, decoder, experts, load, steps_of
 
 CONFIG = REPOSITORY / "configs" / "llama-8b-4gpu.toml"
@@ -16,9 +16,14 @@ STAGES: dict[str, dict[str, Any]] = {
     "float8-tensorwise": {"float8": {"recipe": "tensorwise"}},
     "float8-rowwise": {"float8": {"recipe": "rowwise"}},
 }
+GOALS = {"bf16": 13_100, "float8-tensorwise": 15_700, "float8-rowwise": 15_700}
+"""Tokens a second of the 8B job on one H200 that are to be reached."""
+OF_GOALS = "H200"
+ACTIVE = 5632
+"""Width of the feed-forward part that a token meets, of all three decoders beside each other."""
 
 
-def dense(bench: Bench, stages: dict[str, Any]) -> None:
+def dense(bench: Bench, name: str, stages: dict[str, Any]) -> None:
     """The job as it is, but for its length, what it is read from, and what one GPU's memory asks for: all activations
     computed again, and the loss in smaller chunks."""
     vocabulary = bench.size(128_256, 256)
@@ -39,11 +44,24 @@ def dense(bench: Bench, stages: dict[str, Any]) -> None:
         small = {"dim": 64, "layers": 2, "vocab_size": vocabulary, "ffn": {"hidden": 128}}
         sections["model"] = {**small, "attention": {"heads": 4, "kv_heads": 2}}
         sections["parallel"]["compile"] = {"backend": "eager"}
-    _measure(bench, sections, [CONFIG])
+    speed = _measure(bench, sections, [CONFIG], job=name)
+    if OF_GOALS in str(machine(bench.device).get("gpu")) and not bench.tiny:
+        bench.row("goal", tokens_per_s=speed, goal=GOALS[name], reached=speed >= GOALS[name])
 
 
-def mixture(bench: Bench, number: int, chosen: int, hidden: int) -> None:
-    """A decoder of 16 layers of width 2,048 whose tokens meet 1.2 billion weights."""
+def mixture(bench: Bench, number: int, chosen: int) -> None:
+    """Experts beside a dense decoder that takes as many FLOPs, in one process: 16 layers of width 2,048."""
+    dense_speed = _measure(bench, _decoder(bench, {"hidden": bench.size(ACTIVE, 64 * chosen)}), [], job="dense")
+    ffn = experts(number, chosen, bench.size(ACTIVE // chosen, 64))
+    ffn["router"]["batch_balance"] = 0.01
+    speed = _measure(bench, _decoder(bench, ffn), [], job=f"{chosen} of {number} experts")
+    bench.row(
+        "beside a dense model of as many active FLOPs", experts=number, of_a_token=chosen, ratio=speed / dense_speed
+    )
+
+
+def _decoder(bench: Bench, ffn: dict[str, Any]) -> dict[str, Any]:
+    """Tokens meet 1.2 billion weights."""
     model: dict[str, Any] = {"dim": bench.size(2048, 64), "layers": bench.size(16, 2)}
     model["attention"] = {"heads": bench.size(16, 4), "kv_heads": bench.size(8, 2)}
     train = {
@@ -55,12 +73,12 @@ def mixture(bench: Bench, number: int, chosen: int, hidden: int) -> None:
     if bench.tiny:
         stages.pop("compile")  # the piece `compile` traces such blocks
     sections = decoder(bench, model=model, train=train, parallel=stages)
-    sections["model"]["ffn"] = experts(number, chosen, bench.size(hidden, 64))
-    sections["model"]["ffn"]["router"]["batch_balance"] = 0.01
-    _measure(bench, sections, [])
+    sections["model"]["ffn"] = ffn
+    return sections
 
 
-def _measure(bench: Bench, sections: dict[str, Any], files: list[Any]) -> None:
+def _measure(bench: Bench, sections: dict[str, Any], files: list[Any], job: str) -> float:
+    """Measures steps of a job; returns its tokens a second."""
     bench.reset_peak()
     torch.compiler.reset()  # graphs of the jobs before it, in one process
     with steps_of(load(bench, sections, files)) as steps:
@@ -70,6 +88,7 @@ def _measure(bench: Bench, sections: dict[str, Any], files: list[Any]) -> None:
         bench.check(loss == loss and norm == norm, f"loss {loss}, gradient norm {norm}")
         bench.row(
             "steps",
+            job=job,
             parameters=sum(steps.run.outline.sizes.values()),
             tokens_a_step=steps.job.train.global_batch_size * steps.job.train.seq_len,
             **speed,
@@ -80,6 +99,7 @@ def _measure(bench: Bench, sections: dict[str, Any], files: list[Any]) -> None:
         for stage, built in zip(steps.run.stages, steps.run.built_stages, strict=True):
             bench.notes.append(f"{stage.name}: {built.describe()}")
         bench.notes += [f"{what}: {choice} ({why})" for what, choice, why in steps.run.outline.backend_choices]
+        return speed["tokens_per_s"]
 
 
 for _name, _stages in STAGES.items():
@@ -89,8 +109,10 @@ for _name, _stages in STAGES.items():
         f"the 8B job at sequence 4096 in {_name}: tokens a second, MFU, memory",
         requires=_requires,
         checks=False,
-    )(partial(dense, stages=_stages))
-for _number, _chosen, _hidden in ((8, 2, 2816), (64, 8, 704)):
-    piece(f"experts-{_number}", f"{_number} experts, {_chosen} of a token: tokens a second, MFU, memory", checks=False)(
-        partial(mixture, number=_number, chosen=_chosen, hidden=_hidden)
-    )
+    )(partial(dense, name=_name, stages=_stages))
+for _number, _chosen in ((8, 2), (64, 8)):
+    piece(
+        f"experts-{_number}",
+        f"{_number} experts, {_chosen} of a token, beside a dense model of as many active FLOPs",
+        checks=False,
+    )(partial(mixture, number=_number, chosen=_chosen))
