@@ -54,6 +54,8 @@ def _heading(plan: Plan) -> Iterator[str]:
 
 
 def _assumed(plan: Plan) -> Iterator[str]:
+    if plan.job.train.device not in ("auto", "cuda", "cpu"):
+        yield f"kernels and memory of CUDA: those of {plan.job.train.device} are not known"
     if plan.device == "cuda":
         yield "attention by a fused kernel: no matrix of all pairs of positions is kept"
         if plan.layout.world_size > 1:

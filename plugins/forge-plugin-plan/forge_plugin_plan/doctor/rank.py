@@ -11,7 +11,9 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +24,9 @@ LARGE = 4 * 2**20
 """Elements of a large tensor: 16 MiB of float32."""
 SMALL = 1024
 LIMIT_S = 20.0
+SIZES = (1024, 2048, 4096, 8192)
+"""Of the square matrices by which a device's speed is measured; a GPU takes the last."""
+ENOUGH_S = 2e-3
 TIMED_S = 0.05
 """Seconds for the timing of a collective at one size."""
 
@@ -31,27 +36,29 @@ def main() -> None:
     rank, size, port = map(int, sys.argv[1:4])
     # Printed before each piece of work, so that the last phase shows where a rank hung
     say(phase="looking at devices")
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    say(facts=facts(gpus))
+    # Of any vendor: `cuda`, `xpu`, `mps`, or what a package registers
+    found = torch.accelerator.current_accelerator(check_available=True)
+    kind, gpus = (found.type, torch.accelerator.device_count()) if found else ("cpu", 0)
+    say(facts=facts(kind, gpus))
     # On one rank, as ranks that compute at the same time would distort the speed
     if rank == 0:
         for number in range(gpus):
             say(phase=f"computing on GPU {number}")
-            say(device=product_on(torch.device("cuda", number)))
+            say(device=product_on(torch.device(kind, number)))
         say(device=product_on(torch.device("cpu")))
-    # NCCL requires a separate GPU for each rank
-    on_gpus = gpus >= size and dist.is_nccl_available()
-    if on_gpus:
-        torch.cuda.set_device(rank)
+    # NCCL and its like require a separate GPU for each rank
+    library = library_of(kind) if gpus >= size else ""
+    if library:
+        torch.get_device_module(kind).set_device(rank)
     say(phase="meeting the other ranks")
-    backend = "cpu:gloo,cuda:nccl" if on_gpus else "gloo"
+    backend = f"cpu:gloo,{kind}:{library}" if library else "gloo"
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group(
         backend, init_method=address, rank=rank, world_size=size, timeout=timedelta(seconds=LIMIT_S)
     )
     devices = [("gloo", torch.device("cpu"))]
-    if on_gpus:
-        devices.append(("nccl", torch.device("cuda", rank)))
+    if library:
+        devices.append((library, torch.device(kind, rank)))
     for name, device in devices:
         for collective in COLLECTIVES:
             say(phase=f"{collective} by {name}")
@@ -66,15 +73,27 @@ def say(**entry: Any) -> None:
     print(json.dumps(entry), flush=True)
 
 
-def facts(gpus: int) -> dict[str, Any]:
-    """Returns versions and devices, as torch has them."""
-    devices = [torch.cuda.get_device_properties(number) for number in range(gpus)]
+def library_of(kind: str) -> str:
+    """Returns torch's own library of collectives for a type of device, if this build has it; else an empty string."""
+    try:
+        name = dist.get_default_backend_for_device(kind)
+    # A type that no library is registered for
+    except ValueError:
+        return ""
+    # Gloo is what ranks meet by anyway
+    return name if name != "gloo" and dist.is_backend_available(name) else ""
+
+
+def facts(kind: str, gpus: int) -> dict[str, Any]:
+    """Returns versions and devices, as torch has them; memory where the type of device states it."""
+    describe = getattr(torch.get_device_module(kind), "get_device_properties", None) if gpus else None
+    devices = [describe(number) for number in range(gpus)] if describe else []
     return {
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
-        "gpus": [f"{device.name}, {device.total_memory / 2**30:.0f} GiB" for device in devices],
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if gpus and dist.is_nccl_available() else None,
+        "gpus": [f"{device.name}, {device.total_memory / 2**30:.0f} GiB" for device in devices] or [kind] * gpus,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if kind == "cuda" and dist.is_nccl_available() else None,
         "threads": torch.get_num_threads(),
     }
 
@@ -83,16 +102,27 @@ def product_on(device: torch.device) -> dict[str, Any]:
     """Multiply two matrices of whole numbers, whose product is known exactly, and measure how fast larger ones are."""
     n = 256
     rows, columns = torch.arange(n, dtype=torch.float64), torch.arange(n, dtype=torch.float64)
-    a = ((rows[:, None] + columns) % 7 - 3).to(device)
-    b = ((rows[:, None] * 3 + columns) % 5 - 2).to(device)
-    exact = a.cpu().long() @ b.cpu().long()  # integers use a different algorithm than floats
-    right = all(bool(((a.to(d) @ b.to(d)).cpu().double() == exact).all()) for d in (torch.float64, torch.float32))
-    gpu = device.type == "cuda"
-    # Large enough that the time of a call is the time of its arithmetic
-    size, dtype = (8192, torch.bfloat16) if gpu else (1024, torch.float32)
-    large = torch.ones(size, size, dtype=dtype, device=device)
-    seconds = timed(lambda: large @ large, device, 0.3)
-    return {"device": str(device), "right": right, "tflops": 2 * size**3 / seconds / 1e12, "dtype": str(dtype)[6:]}
+    a, b = (rows[:, None] + columns) % 7 - 3, (rows[:, None] * 3 + columns) % 5 - 2
+    exact = a.long() @ b.long()  # integers use a different algorithm than floats
+    dtypes = [torch.float32]
+    a, b = a.float().to(device), b.float().to(device)
+    with suppress(TypeError):  # MPS has no float64
+        dtypes.append(a.double().dtype)
+    right = all(bool(((a.to(d) @ b.to(d)).cpu().double() == exact).all()) for d in dtypes)
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    for size in SIZES:
+        large = torch.ones(size, size, dtype=dtype, device=device)
+        seconds = timed(partial(torch.mm, large, large), device, 0.3)
+        # Large enough that the time of a call is the time of its arithmetic
+        if seconds > ENOUGH_S:
+            break
+    return {
+        "device": str(device),
+        "right": right,
+        "exact": [str(each).removeprefix("torch.") for each in dtypes],
+        "tflops": 2 * size**3 / seconds / 1e12,
+        "dtype": str(dtype).removeprefix("torch."),
+    }
 
 
 def tried(backend: str, name: str, device: torch.device, rank: int, size: int) -> dict[str, Any]:
@@ -130,8 +160,8 @@ def timed(run: Callable[[], Any], device: torch.device, seconds: float) -> float
 def _time(run: Callable[[], Any], device: torch.device) -> float:
     started = time.perf_counter()
     run()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
     return time.perf_counter() - started
 
 

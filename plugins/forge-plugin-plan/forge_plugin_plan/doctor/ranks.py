@@ -170,8 +170,8 @@ def driver_gpus(path: str | None) -> list[str]:
 def _product(device: dict[str, Any]) -> Result:
     name, speed = f"{device['device']}: products", f"{device['tflops']:,.3g} TFLOP/s in {device['dtype']}"
     if device["right"]:
-        threads = "" if device["device"].startswith("cuda") else ", one thread"
-        return ok(name, f"exact in float32 and float64; {speed}{threads}")
+        threads = ", one thread" if device["device"] == "cpu" else ""
+        return ok(name, f"exact in {' and '.join(device['exact'])}; {speed}{threads}")
     mend = "do not train on this device: have it replaced, or lower its clock"
     return failed(name, f"a product of whole numbers is wrong; {speed}", mend)
 
