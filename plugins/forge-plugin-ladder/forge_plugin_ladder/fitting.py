@@ -30,6 +30,8 @@ STARTS = 4
 """Best points of the grid from which the search starts."""
 EFFICIENT = 1.345
 """Huber's threshold in standard deviations: 95 % of the efficiency of least squares under normal noise."""
+FIRST_THRESHOLD = 1e-3
+"""Hoffmann et al.'s, until the residuals are known."""
 LEAST_THRESHOLD = 1e-7
 SMALLEST = 1e-6
 """Least part of the loss that a term may have, in the geometric mean over the points."""
@@ -64,21 +66,76 @@ class Fit:
         return self.law.loss(self.coefficients, self.exponents, sizes)
 
 
+class _Objective:
+    """Residuals of a law as a function of x: the logarithms of coefficients, then the exponents.
+
+    Coefficients are taken at the middle of the points, where terms are divided by their geometric means: at N = 1 they
+    would change by orders of magnitude with every step of their exponents.
+    """
+
+    def __init__(self, law: Law, sizes: Sizes, losses: Values) -> None:
+        self._law, self._sizes, self._count = law, sizes, len(law.coefficients)
+        self._losses, self._logs = losses, np.log(losses)
+
+    def means(self, exponents: Values) -> Values:
+        """Geometric means of the terms over the points: (K,)."""
+        return np.exp(np.log(self._law.terms(exponents, self._sizes)).mean(0))
+
+    def parts(self, x: Values) -> Values:
+        """Parts of the predicted losses: (P, K)."""
+        terms = self._law.terms(x[self._count :], self._sizes)
+        return terms / np.exp(np.log(terms).mean(0)) * np.exp(x[: self._count])
+
+    def residuals(self, x: Values) -> Values:
+        """log(predicted) - log(measured): (P,)."""
+        return np.log(self.parts(x).sum(1)) - self._logs
+
+    def jacobian(self, x: Values) -> Values:
+        """Derivatives of the residuals by x: (P, K + E)."""
+        # By coefficients in closed form; by exponents numerically, as a stranger's law states its terms alone
+        parts = self.parts(x)
+        columns = [parts / parts.sum(1, keepdims=True)]
+        for number in range(self._count, len(x)):
+            step = np.zeros_like(x)
+            step[number] = 1e-6 * max(1.0, abs(x[number]))
+            up, down = self.residuals(x + step), self.residuals(x - step)
+            columns.append(((up - down) / (2 * step[number]))[:, None])
+        return np.concatenate(columns, axis=1)
+
+    def bounds(self) -> tuple[Values, Values]:
+        """The least and the largest x."""
+        low, high = (np.array(ends) for ends in zip(*self._law.exponents.values(), strict=True))
+        # Logarithms cannot make a coefficient negative; a term that vanishes stops at the floor
+        floor, ceiling = np.log(SMALLEST * self._losses.mean()), self._logs.max() + 5
+        least = np.concatenate([np.full(self._count, floor), low])
+        return least, np.concatenate([np.full(self._count, ceiling), high])
+
+    def x_of(self, coefficients: Values, exponents: Values) -> Values:
+        """Values of a law as x, within the bounds."""
+        low, high = self.bounds()
+        exponents = np.clip(exponents, low[self._count :], high[self._count :])
+        logs = np.log(np.maximum(coefficients * self.means(exponents), 1e-30))
+        # scipy demands a start within the bounds, not on them
+        return np.clip(np.concatenate([logs, exponents]), low + 1e-9, high - 1e-9)
+
+    def values_of(self, x: Values) -> tuple[Values, Values]:
+        """Coefficients and exponents."""
+        exponents = x[self._count :]
+        return np.exp(x[: self._count]) / self.means(exponents), exponents
+
+
 class Search:
     """Searches the values of a law for points that stay the same, with resamples of them."""
 
     def __init__(self, law: Law, sizes: Sizes, losses: Values) -> None:
         self._law, self._sizes, self._losses = law, sizes, losses
-        self._low, self._high = (np.array(bounds) for bounds in zip(*law.exponents.values(), strict=True))
 
-    def from_grid(self, threshold: float | None = None) -> Fit:
-        """The best of several searches, each from a point of the grid; with None, the threshold of the residuals."""
+    def from_grid(self) -> Fit:
+        """The best of several searches, each from a point of the grid, with the threshold of its residuals."""
         starts = sorted(self._starts(), key=lambda start: start[0])[:STARTS]
-        fits = [self.polish(coefficients, exponents, threshold or 1e-3) for _, coefficients, exponents in starts]
+        fits = [self.polish(coefficients, exponents, FIRST_THRESHOLD) for _, coefficients, exponents in starts]
         # Starts end in one place or in a worse one; that the best has converged is asked for later
         best = min(fits, key=lambda fit: fit.cost)
-        if threshold is not None:
-            return best
         residuals = np.log(best.loss(self._sizes) / self._losses)
         # The median does not see single runs that went wrong
         spread = float(stats.median_abs_deviation(residuals, scale="normal"))
@@ -87,39 +144,12 @@ class Search:
     def polish(self, coefficients: Values, exponents: Values, threshold: float, rows: Values | None = None) -> Fit:
         """Search from these values for the least objective over all points, or over `rows` of them."""
         sizes, losses = (self._sizes, self._losses) if rows is None else (_take(self._sizes, rows), self._losses[rows])
-        logs, count = np.log(losses), len(self._law.coefficients)
-
-        def split(x: Values) -> tuple[Values, Values, Values]:
-            """Parts of the loss (P, K), log of their sum (P,), and the terms' geometric means (K,)."""
-            terms = self._law.terms(x[count:], sizes)
-            # Coefficients at the middle of the points: at N = 1 they would change with every step of their exponents
-            means = np.exp(np.log(terms).mean(0))
-            parts = terms / means * np.exp(x[:count])
-            return parts, np.log(parts.sum(1)), means
-
-        def jacobian(x: Values) -> Values:
-            # By coefficients in closed form; by exponents numerically, as a stranger's law states its terms alone
-            parts, _, _ = split(x)
-            columns = [parts / parts.sum(1, keepdims=True)]
-            for number in range(count, len(x)):
-                step = np.zeros_like(x)
-                step[number] = 1e-6 * max(1.0, abs(x[number]))
-                columns.append(((split(x + step)[1] - split(x - step)[1]) / (2 * step[number]))[:, None])
-            return np.concatenate(columns, axis=1)
-
-        exponents = np.clip(exponents, self._low, self._high)
-        means = np.exp(np.log(self._law.terms(exponents, sizes)).mean(0))
-        # Logarithms of coefficients are searched, so that none is negative; a term that vanishes stops at the floor
-        floor = np.log(SMALLEST * losses.mean())
-        low = np.concatenate([np.full(count, floor), self._low])
-        high = np.concatenate([np.full(count, np.log(losses.max()) + 5), self._high])
-        start = np.concatenate([np.log(np.maximum(coefficients * means, 1e-30)), exponents])
+        objective = _Objective(self._law, sizes, losses)
         found = least_squares(
-            lambda x: split(x)[1] - logs,
-            # scipy demands a start within the bounds, not on them
-            np.clip(start, low + 1e-9, high - 1e-9),
-            jacobian,
-            bounds=(low, high),
+            objective.residuals,
+            objective.x_of(coefficients, exponents),
+            objective.jacobian,
+            bounds=objective.bounds(),
             loss="huber",
             f_scale=threshold,
             x_scale="jac",
@@ -128,11 +158,11 @@ class Search:
             gtol=1e-14,
             max_nfev=300,
         )
-        coefficients = np.exp(found.x[:count]) / split(found.x)[2]
+        coefficients, exponents = objective.values_of(found.x)
         return Fit(
             law=self._law,
             coefficients=coefficients,
-            exponents=found.x[count:],
+            exponents=exponents,
             threshold=threshold,
             cost=float(found.cost),
             converged=found.status > 0,
