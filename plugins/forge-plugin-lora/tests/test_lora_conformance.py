@@ -21,6 +21,7 @@ class TestLoRA(HookSuite):
 class TestLoRAWithBase(HookSuite):
     component = LoRA(rank=2, method="rslora")
     changes_training = True
+    needs_cpu = "its base is made before, and the adapters are those of the class above"
 
     @pytest.fixture(autouse=True)
     def base(self, tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -8,6 +8,7 @@ from attrs import define, field
 
 from forge_core.contracts.components import Plugin, TrainingHook
 from forge_core.contracts.hookspecs import hookimpl
+from forge_testing.refusals import lacks
 from forge_testing.suites import HookSuite
 
 pytestmark = pytest.mark.thorough
@@ -74,6 +75,18 @@ class ScalesWithRanks(TrainingHook):
 
 
 @define(kw_only=True, slots=False)
+class Asks(TrainingHook):
+    """Looks at a value in every step, for which the host waits for the device."""
+
+    def on_step_end(self, context):
+        self.norm = float(next(context.model.parameters()).norm())
+
+
+class AskingSuite(HookSuite):
+    component = Asks()
+
+
+@define(kw_only=True, slots=False)
 class Watches(TrainingHook):
     """Right: it does nothing to training."""
 
@@ -128,6 +141,13 @@ STATE, SAME = "test_its_state_is_plain_and_comes_back", "test_it_changes_trainin
 )
 def test_what_is_wrong_is_told(refusal, check, hook, attributes, told):
     assert told in refusal(HookSuite, check, hook, **attributes)
+
+
+def test_a_hook_for_which_the_host_waits_is_told_with_its_line(tmp_path):
+    with pytest.raises(AssertionError) as error:
+        AskingSuite().test_it_runs_on_a_device_and_waits_only_where_it_says(tmp_path)
+    line = f"{__file__}:{Asks.on_step_end.__code__.co_firstlineno + 1}"
+    assert not lacks(str(error.value), "in a run with AskingSuite", line, "5 times, for a value as a number")
 
 
 class TestDoubles(HookSuite):

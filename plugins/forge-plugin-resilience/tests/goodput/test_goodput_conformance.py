@@ -18,6 +18,7 @@ class TestDisk(HookSuite):
 
 class TestInterval(HookSuite):
     component = Interval(first_minutes=1e-9, longest_minutes=1e-9)
+    needs_cpu = "a checkpoint is copied to the host, as often as the clock says"
 
     def _job(self, folder, hook, name, **changes):
         job = super()._job(folder, hook, name, **changes)

@@ -12,6 +12,7 @@ from forge_testing.vision import RandomImages
 
 class TestFeatures(HookSuite):
     component = Features()
+    waits = {"feature_cache.py": 21}  # rows of the cache are looked up and written on the host
     job = {
         "model": model(),
         "plugins": {"freeze": FROZEN},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,13 +15,15 @@ from attrs import define
 from torch import Tensor
 
 from forge_core.contracts.components import Plugin, TrainingHook
-from forge_core.contracts.contexts import TrainContext
+from forge_core.contracts.contexts import StepContext, TrainContext
 from forge_core.engine.hooks import EVENTS
 from forge_core.engine.trainer import Summary
 from forge_core.job import Job
 from forge_testing.outcomes import Stop, losses_of, saved_state, some, state_differences
+from forge_testing.pretend import NAME, on_device
+from forge_testing.pretend.clocks import clocks
 from forge_testing.processes import run_on_ranks
-from forge_testing.suites.base import Suite, explained
+from forge_testing.suites.base import Suite, explained, undeclared_waits
 
 STEPS = 6
 
@@ -37,6 +40,11 @@ class HookSuite(Suite):
     component: ClassVar[TrainingHook | Plugin]
     changes_training: ClassVar[bool] = False
     """Whether losses and weights may differ from a run without the component."""
+    waits: ClassVar[Mapping[str, int]] = {}
+    """How often the host waits for the device because of the component, in five steps without an evaluation and a
+    checkpoint, by the file of the code that does."""
+    needs_cpu: ClassVar[str] = ""
+    """Why it cannot run on the pretended device; empty: it can."""
 
     def make(self, folder: Path) -> Any:
         """Return a new object with the settings of `component`, as it holds the state of a run."""
@@ -118,13 +126,32 @@ class HookSuite(Suite):
             "the number of ranks"
         )
 
+    def test_it_runs_on_a_device_and_waits_only_where_it_says(self, tmp_path: Path) -> None:
+        """On the device of `forge_testing.pretend`, losses are the CPU's, and waits are counted by file and line."""
+        if self.needs_cpu:
+            pytest.skip(self.needs_cpu)
+        found, waits = on_device(type(self).trained_on_device, str(tmp_path))
+        expected = losses_of(self.train(self._job(tmp_path, self.make(tmp_path), "cpu")))
+        assert found == pytest.approx(expected, rel=1e-5), "a run with it has other losses on a device than on the CPU"
+        wrong = undeclared_waits(f"a run with {type(self).__name__}", waits, self.waits)
+        assert not wrong, wrong
+
+    @classmethod
+    def trained_on_device(cls, folder: str) -> tuple[list[float], Mapping[tuple[str, str], int]]:
+        """In a process with the pretended device: losses with the component, and the waits that it adds."""
+        suite, path, counts = cls(), Path(folder), list[Counter[tuple[str, str]]]()
+        for hook, name in ((None, "device-without"), (suite.make(path), "device-with")):
+            waits = Waits()
+            summary = suite.train(suite._job(path, hook, name, device=NAME, eval={}, checkpoint={}), waits)
+            counts.append(waits.counted)
+        return losses_of(summary), dict(counts[1] - counts[0])
+
     def _job(self, folder: Path, hook: TrainingHook | Plugin | None, name: str, **changes: Any) -> Job:
         table = "plugins" if isinstance(hook, Plugin) else "hooks"
         changes |= {} if hook is None else {table: {"tested": hook}}
         where = {"name": name, "output": str(folder)}
-        return self.tiny_job(
-            folder, steps=STEPS, eval={"interval": 2}, checkpoint={"interval": 2}, job=where, **changes
-        )
+        often = {"eval": {"interval": 2}, "checkpoint": {"interval": 2}}
+        return self.tiny_job(folder, steps=STEPS, job=where, **(often | changes))
 
 
 @define(kw_only=True, slots=False)
@@ -134,6 +161,17 @@ class Weights(TrainingHook):
     def on_train_end(self, context: TrainContext) -> None:
         assert isinstance(context.model, torch.nn.Module)
         self.weights = {name: value.detach().clone() for name, value in context.model.state_dict().items()}
+
+
+@define(kw_only=True, slots=False)
+class Waits(TrainingHook):
+    """Counts the host's waits for the pretended device from the end of the first step to that of the last."""
+
+    def on_step_end(self, context: StepContext) -> None:
+        if context.step == 1:
+            self._before = Counter(clocks.waits)
+        elif context.step == STEPS:
+            self.counted = Counter(clocks.waits) - self._before
 
 
 def _weights_that_differ(actual: Summary, expected: Summary) -> list[str]:
