@@ -97,7 +97,7 @@ class Calibration(TrainingHook):
 
 
 def _wait(context: TrainContext) -> None:
-    from forge_core.devices import query_device
+    from forge_plugin_plan.devices import wait_for
 
     assert context.build is not None
-    query_device(context.build.device, "synchronize")
+    wait_for(context.build.device)

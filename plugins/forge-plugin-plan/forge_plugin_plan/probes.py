@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from forge_core.devices import query_device
+from forge_plugin_plan.devices import wait_for
 from forge_plugin_plan.measurements import Collective, Measurements, Product
 
 LONG_S = 2e-3
@@ -126,8 +127,8 @@ def _timed(run: Callable[[], object], device: torch.device) -> float:
 
 
 def _once(run: Callable[[], object], device: torch.device) -> float:
-    query_device(device, "synchronize")
+    wait_for(device)
     start = time.perf_counter()
     run()
-    query_device(device, "synchronize")
+    wait_for(device)
     return max(time.perf_counter() - start, 1e-9)

@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from forge_plugin_plan.devices import wait_for
+
 LARGE = 4 * 2**20
 """Elements of a large tensor: 16 MiB of float32."""
 SMALL = 1024
@@ -160,8 +162,7 @@ def timed(run: Callable[[], Any], device: torch.device, seconds: float) -> float
 def _time(run: Callable[[], Any], device: torch.device) -> float:
     started = time.perf_counter()
     run()
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize(device)
+    wait_for(device)
     return time.perf_counter() - started
 
 
