@@ -17,6 +17,10 @@ from forge_plugin_ladder.points import Point
 
 FAR = 100.0
 """Factor on the FLOPs of the largest run beyond which a prediction has to be asked for."""
+WIDTH = 10.0
+"""Sizes that are searched, as a distance from the root of the budget in log N."""
+RISE = 1e-6
+"""Least relative rise of the loss at both ends of these sizes."""
 Interval = tuple[float, float]
 
 
@@ -68,15 +72,24 @@ class Cost:
 
 
 def best_size(found: Fit, flops: float, cost: Cost) -> tuple[float, float, float]:
-    """Returns the parameters with the least loss at a budget, their tokens, and that loss."""
+    """Returns the parameters with the least loss at a budget, their tokens, and that loss.
+
+    Raises:
+        JobError: no size is better than all others.
+    """
 
     def loss(log_parameters: float) -> float:
         return float(found.loss(_sizes(np.exp(log_parameters), flops, cost))[0])
 
-    # From one token a parameter to a million
     # About the root of the budget, where tokens and parameters are of one order
     middle = np.log(flops) / 2
-    result = minimize_scalar(loss, bounds=(middle - 10, middle + 10), method="bounded", options={"xatol": 1e-10})
+    bounds = (middle - WIDTH, middle + WIDTH)
+    result = minimize_scalar(loss, bounds=bounds, method="bounded", options={"xatol": 1e-10})
+    # A law of FLOPs alone is flat along a budget, and any size would be returned
+    if min(loss(end) for end in bounds) <= result.fun * (1 + RISE):
+        raise JobError(
+            f"by this law no size is the best of {flops:.3g} FLOPs: the loss has no minimum along the budget"
+        )
     sizes = _sizes(np.exp(result.x), flops, cost)
     return float(sizes.parameters[0]), float(sizes.tokens[0]), float(result.fun)
 
@@ -105,7 +118,7 @@ def predict(
         far: allow budgets beyond 100 times the largest run.
 
     Raises:
-        JobError: the budget is as large, and `far` is not set.
+        JobError: the budget is as large, and `far` is not set, or the law has no best size.
     """
     largest = max(point.flops for point in points if point.usable)
     if flops > FAR * largest and not far:
