@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -27,8 +28,6 @@ BATCH = "train.global_batch_size"
 STEPS = "train.steps"
 TAKEN = (STEPS, "train.stop_after", "job.name", "job.output", "job.seed")
 """Keys that the ladder sets itself."""
-INTEGERS = (BATCH, "scheduler.warmup_steps", "train.micro_batch_size")
-"""Keys whose values a rule's are rounded to."""
 OUTSIDE = ("embedding", "head")
 """Roles of parameters that `parameters` does not count."""
 
@@ -130,8 +129,18 @@ def plan_runs(ladder: Ladder, base: Path, catalog: Catalog) -> list[Planned]:
         size = _Size(name, settings, job, *_counts(job, catalog))
         for label, tokens in size.budgets(ladder.budgets):
             runs += [size.run(label, tokens, seed, ladder.rules) for seed in ladder.seeds or (None,)]
+    _demand_names(runs)
     _demand_jobs(runs, base, catalog)
     return runs
+
+
+def _demand_names(runs: Sequence[Planned]) -> None:
+    """Raise where two runs have one name, and would share a folder: budgets that are equal to three digits."""
+    for name, count in Counter(run.name for run in runs).items():
+        if count > 1:
+            raise JobError(
+                f"{count} runs are called {name}: sizes, budgets and seeds must differ, budgets in three digits"
+            )
 
 
 def _demand_jobs(runs: Sequence[Planned], base: Path, catalog: Catalog) -> None:
@@ -185,8 +194,8 @@ class _Size:
                 seq_len=train.seq_len,
             )
             value = rule.value(scale)
-            # No rule is right to a fraction of a sequence
-            values[key] = _toml(max(1, round(value)) if key in INTEGERS else value)
+            # No rule is right to a fraction of a sequence or a step
+            values[key] = _toml(max(1, round(value)) if _is_whole(self.job, key) else value)
             batch = int(values[key]) if key == BATCH else batch
             if text := rule.warning(scale):
                 warnings.append(f"{key}: {text}")
@@ -226,6 +235,14 @@ def _counts(job: Job, catalog: Catalog) -> tuple[int, int, float]:
     # A tied head is counted once, with the embedding
     inside = sum(size for name, size in outline.sizes.items() if outline.roles[name] not in OUTSIDE)
     return inside, sum(outline.sizes.values()), outline.flops
+
+
+def _is_whole(job: Job, key: str) -> bool:
+    """Whether the base job has a whole number at a key."""
+    value: Any = job
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else getattr(value, part, None)
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _flat(table: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:

@@ -113,34 +113,29 @@ class PowerLines(Rule):
         return self.at_reference * (scale.tokens / self.tokens) ** 0.383
 
 
-@frozen(kw_only=True)
-class StepLawRate(Rule):
-    """1.79 N^-0.713 D^0.307: peak rates of AdamW, by parameters without embeddings and tokens."""
+class _StepLaw(Rule):
+    """Where the Step Law was measured."""
 
     source = "Li et al. 2025 (arXiv:2503.04715), Step Law"
+
+    def warning(self, scale: Scale) -> str:
+        # Both ends as the paper's tables have them
+        if 6e7 <= scale.parameters <= 1.1e9 and 2e9 <= scale.tokens <= 1e11:
+            return ""
+        return "the Step Law was measured from 60M to 1B parameters and from 2B to 100B tokens"
+
+
+@frozen(kw_only=True)
+class StepLawRate(_StepLaw):
+    """1.79 N^-0.713 D^0.307: peak rates of AdamW, by parameters without embeddings and tokens."""
 
     def value(self, scale: Scale) -> float:
         return 1.79 * scale.parameters**-0.713 * scale.tokens**0.307
 
-    def warning(self, scale: Scale) -> str:
-        return _step_law_range(scale)
-
 
 @frozen(kw_only=True)
-class StepLawBatch(Rule):
+class StepLawBatch(_StepLaw):
     """0.58 D^0.571 tokens a step, as sequences."""
-
-    source = "Li et al. 2025 (arXiv:2503.04715), Step Law"
 
     def value(self, scale: Scale) -> float:
         return 0.58 * scale.tokens**0.571 / scale.seq_len
-
-    def warning(self, scale: Scale) -> str:
-        return _step_law_range(scale)
-
-
-def _step_law_range(scale: Scale) -> str:
-    # Both ends as the paper's tables have them
-    if 6e7 <= scale.parameters <= 1.1e9 and 2e9 <= scale.tokens <= 1e11:
-        return ""
-    return "the Step Law was measured from 60M to 1B parameters and from 2B to 100B tokens"

@@ -27,6 +27,8 @@ heads = 2
 type = "forge_testing:Numbers"
 [optimizer]
 type = "adamw"
+[scheduler]
+type = "cosine"
 """
 LADDER = """
 job = "job.toml"
@@ -47,6 +49,9 @@ batch_tokens = 16
 [rules."train.global_batch_size"]
 type = "fixed"
 to = 4
+[rules."scheduler.warmup_steps"]
+type = "fixed"
+to = 2.9
 """
 
 
@@ -74,6 +79,7 @@ def test_a_plan_has_every_run_with_its_size_and_budget(here, capsys):
         assert run["settings"]["train.global_batch_size"] == "4"
         # The batch is known to the other rules: twice that of the reference
         assert float(run["settings"]["optimizer.lr"]) == pytest.approx(1e-3 * 2**0.5)
+        assert run["settings"]["scheduler.warmup_steps"] == "3"
     small, large = runs[2], runs[6]
     assert small["flops"] == pytest.approx(1e8, rel=0.05)
     assert large["flops"] == pytest.approx(1e8, rel=0.05)
@@ -91,6 +97,7 @@ def test_a_plan_has_every_run_with_its_size_and_budget(here, capsys):
         ("at_reference = 1e-3", "at_reference = -1", "at_reference"),
         ("seeds", "seed", "unknown key"),
         ("dim = 16", "dimm = 16", "dimm"),
+        ("flops = [1e8]", "flops = [1.0001e8, 1.0002e8]", "2 runs are called small-1e\\+08-s1"),
         ('"job.toml"', '"jobs.toml"', "jobs.toml"),
         ('[rules."optimizer.lr"]', '[rules."optimizer.rate"]', "rate"),
     ],
