@@ -14,24 +14,9 @@ HEADING = "start"
 def command(argv: list[str]) -> int:
     """Estimate memory, time and traffic on N ranks; needs no GPU.
 
-    The report also has the FLOPs of a step. The time is estimated with `--gpu` only.
+    The report also has the FLOPs of a step. The time is estimated with `--gpu` or `--calibrate` only.
     """
-    parser = argparse.ArgumentParser("forge-run plan", description=command.__doc__)
-    parser.add_argument("--world-size", type=positive, default=1, metavar="N", help="ranks of the run (1)")
-    parser.add_argument("--gpu", metavar="NAME", help="GPU by which to bound the time: h100, h200, b200, a100 …")
-    parser.add_argument(
-        "--network", type=float, metavar="GBITS", help="Gbit/s that each GPU has to other nodes, with --gpu (400)"
-    )
-    parser.add_argument(
-        "--calibrate", type=Path, metavar="FILE", help="calibration.json of a run: measurements in place of data sheets"
-    )
-    add_json(parser)
-    with_examples(
-        parser,
-        "forge-run plan job.toml",
-        "forge-run plan job.toml --world-size 512 --gpu h200 --parallel.tp.degree=8",
-        "forge-run plan job.toml --calibrate runs/measured/calibration.json",
-    )
+    parser = _parser()
     options, files, overrides = parse_job_arguments(parser, argv)
     timed = options.gpu is not None or options.calibrate is not None
     if options.network is not None and (not timed or options.network <= 0):
@@ -74,3 +59,23 @@ def command(argv: list[str]) -> int:
     else:
         print(report(plan, machine, error))
     return ExitCode.FINISHED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("forge-run plan", description=command.__doc__)
+    parser.add_argument("--world-size", type=positive, default=1, metavar="N", help="ranks of the run (1)")
+    parser.add_argument("--gpu", metavar="NAME", help="GPU by which to bound the time: h100, h200, b200, a100 …")
+    parser.add_argument(
+        "--network", type=float, metavar="GBITS", help="Gbit/s that each GPU has to other nodes, with --gpu (400)"
+    )
+    parser.add_argument(
+        "--calibrate", type=Path, metavar="FILE", help="calibration.json of a run: measurements in place of data sheets"
+    )
+    add_json(parser)
+    with_examples(
+        parser,
+        "forge-run plan job.toml",
+        "forge-run plan job.toml --world-size 512 --gpu h200 --parallel.tp.degree=8",
+        "forge-run plan job.toml --calibrate runs/measured/calibration.json",
+    )
+    return parser

@@ -50,13 +50,13 @@ def dense(bench: Bench, name: str, stages: dict[str, Any]) -> None:
 
 
 def mixture(bench: Bench, number: int, chosen: int) -> None:
-    """Experts beside a dense decoder that takes as many FLOPs, in one process: 16 layers of width 2,048."""
+    """Experts against a dense decoder with the same FLOPs, in one process: 16 layers of width 2,048."""
     dense_speed = _measure(bench, _decoder(bench, {"hidden": bench.size(ACTIVE, 64 * chosen)}), [], job="dense")
     ffn = experts(number, chosen, bench.size(ACTIVE // chosen, 64))
     ffn["router"]["batch_balance"] = 0.01
     speed = _measure(bench, _decoder(bench, ffn), [], job=f"{chosen} of {number} experts")
     bench.row(
-        "beside a dense model of as many active FLOPs", experts=number, of_a_token=chosen, ratio=speed / dense_speed
+        "against a dense model with the same active FLOPs", experts=number, of_a_token=chosen, ratio=speed / dense_speed
     )
 
 
@@ -113,6 +113,6 @@ for _name, _stages in STAGES.items():
 for _number, _chosen in ((8, 2), (64, 8)):
     piece(
         f"experts-{_number}",
-        f"{_number} experts, {_chosen} of a token, beside a dense model of as many active FLOPs",
+        f"{_number} experts, {_chosen} of a token, against a dense model with the same active FLOPs",
         checks=False,
     )(partial(mixture, number=_number, chosen=_chosen))
