@@ -17,6 +17,7 @@ SAMPLES: Mapping[str, Samples] = {
         "prompts": {"path": "a.jsonl"},
         "grpo": {"rewards": {"sum": {"type": "answer"}}},
     },
+    "forge-plugin-ladder": {"branch_points": {"steps": [1]}},
     "forge-plugin-moma": {"moma": {"experts": {"text": 4, "image": 4}}},
     "forge-plugin-preference": {"pairs": {"path": "a.jsonl"}},
     "forge-plugin-schedules": {"sequential": {"parts": [{"schedule": {"type": "linear"}, "until": 5}]}},

@@ -19,7 +19,8 @@ from forge_kit.tools.outputs import FOLDER_MARK, free_folder, write_output
 
 if TYPE_CHECKING:
     from forge_plugin_ladder.intervals import Resampled
-    from forge_plugin_ladder.ladder import Ladder, Planned
+    from forge_plugin_ladder.ladder import Ladder
+    from forge_plugin_ladder.planned import Planned
     from forge_plugin_ladder.points import Point
 
 HEADING = "train"
@@ -120,7 +121,9 @@ class _Files:
         from forge_plugin_ladder.points import read_points
         from forge_plugin_ladder.runs import collect
 
-        return read_points(given) if given else collect(self.planned(), self.base, self.out, self.ladder.unique_tokens)
+        if given:
+            return read_points(given)
+        return collect(self.planned(), self.base, self.out, self.ladder.unique_tokens, self.ladder.trunk)
 
     def fitted(self, points: Sequence[Point]) -> Resampled:
         from forge_plugin_ladder.store import read_fit
@@ -136,11 +139,12 @@ def plan_ladder(options: argparse.Namespace) -> int:
     """Show every run: parameters, tokens, steps, FLOPs, and what rules set; nothing is trained."""
     from forge_plugin_ladder.screen import plan_table
 
-    runs = _Files.of(options).planned()
+    files = _Files.of(options)
+    runs = files.planned()
     if options.json:
         print_json([asdict(run) for run in runs])
     else:
-        print(plan_table(runs))
+        print(plan_table(runs, files.ladder.trunk))
     return ExitCode.FINISHED
 
 
@@ -150,11 +154,11 @@ def run_ladder(options: argparse.Namespace) -> int:
     from forge_plugin_ladder.runs import collect, train
 
     files = _Files.of(options)
-    runs = files.planned()
+    runs, trunk = files.planned(), files.ladder.trunk
     say = partial(print, flush=True)
-    completed, failed = train(runs, files.base, files.out, options.nproc, options.parallel, say)
+    completed, failed = train(runs, files.base, files.out, options.nproc, options.parallel, trunk, say)
     # After an interruption, too: an interrupted ladder has some of its points
-    points = collect(runs, files.base, files.out, files.ladder.unique_tokens)
+    points = collect(runs, files.base, files.out, files.ladder.unique_tokens, trunk)
     write_points(files.out / POINTS, points)
     if not completed:
         print("interrupted; the same command continues it", file=sys.stderr)

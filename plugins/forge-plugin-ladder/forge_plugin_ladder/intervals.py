@@ -68,13 +68,16 @@ def resample(
     """
     usable = [point for point in points if point.usable]
     sizes, losses = sizes_of(usable, total), np.array([point.loss for point in usable])
-    # By name, as branches of one trunk have one name
+    # Branches of one trunk are one run, like several points of it
     runs: dict[str, list[int]] = {}
     for number, point in enumerate(usable):
-        runs.setdefault(point.run, []).append(number)
+        runs.setdefault(point.source, []).append(number)
     values = len(fit.coefficients) + len(fit.exponents)
     if len(runs) < values + 2:
-        raise JobError(f"{len(runs)} runs have a loss, and an interval needs {values + 2}: add sizes, budgets or seeds")
+        raise JobError(
+            f"{len(runs)} independent runs have a loss, and an interval needs {values + 2}: add sizes or seeds, or "
+            "budgets of runs that share no trunk"
+        )
     # Searched from the fit's values: a grid for each draw would take thirty times as long
     groups, generator, search = list(runs.values()), np.random.default_rng(seed), Search(fit.law, sizes, losses)
     found = []

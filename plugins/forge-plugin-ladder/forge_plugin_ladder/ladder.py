@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import tomli_w
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 from attrs.validators import deep_iterable, ge, gt, min_len
 
 from forge_core.config.load import load_job
@@ -19,13 +19,14 @@ from forge_core.contracts.components import FilePath, default_type
 from forge_core.contracts.errors import JobError, Problem
 from forge_core.plugins.catalog import Catalog, install_line
 from forge_plugin_ladder.law import Law
+from forge_plugin_ladder.planned import STEPS, Planned, overrides
 from forge_plugin_ladder.rules import Rule, Scale
+from forge_plugin_ladder.trunk import HOOK, trunk_settings, with_trunks
 
 if TYPE_CHECKING:
     from forge_core.job import Job
 
 BATCH = "train.global_batch_size"
-STEPS = "train.steps"
 TAKEN = (STEPS, "train.stop_after", "job.name", "job.output", "job.seed")
 """Keys that the ladder sets itself."""
 OUTSIDE = ("embedding", "head")
@@ -59,30 +60,15 @@ class Ladder:
     """Values of `job.seed`, each a further run; none: the base job's."""
     rules: Mapping[str, Rule] = field(factory=dict)
     """`[rules."optimizer.lr"]`: how a key of the job follows from the scale."""
+    trunk: bool = False
+    """Train what runs of one size and seed have in common once, in the longest; the others branch from its checkpoints
+    at the last step that both share, which is where the decay of the shorter one begins."""
     unique_tokens: float = field(default=0.0, validator=ge(0))
     """Tokens of the data, beyond which a run repeats some; 0: no run repeats any."""
     count: Literal["parameters", "parameters_total"] = "parameters"
     """N of the law: parameters without embedding and head, or all."""
     law: Law = default_type("additive")
     """Form of the loss that is fitted."""
-
-
-@frozen(kw_only=True)
-class Planned:
-    """One run of a ladder."""
-
-    name: str
-    size: str
-    budget: str
-    seed: int | None
-    parameters: int
-    parameters_total: int
-    steps: int
-    tokens: int
-    flops: float
-    settings: Mapping[str, str]
-    """Keys of the job that differ from the base, values as in TOML."""
-    warnings: Sequence[str]
 
 
 def read_ladder(path: Path, catalog: Catalog) -> Ladder:
@@ -106,7 +92,7 @@ def _problems(ladder: Ladder) -> Iterator[Problem]:
     if not any((ladder.budgets.tokens_per_parameter, ladder.budgets.flops, ladder.budgets.tokens)):
         yield Problem("budgets", "there is no budget: give tokens_per_parameter, flops or tokens")
     for key in ladder.rules:
-        if key in TAKEN:
+        if key in TAKEN or (ladder.trunk and key.startswith(("checkpoint.", HOOK))):
             yield Problem(f"rules.{key}", "the ladder sets this key itself")
 
 
@@ -125,12 +111,16 @@ def plan_runs(ladder: Ladder, base: Path, catalog: Catalog) -> list[Planned]:
     for name, keys in ladder.sizes.items():
         settings = {f"model.{key}": _toml(value) for key, value in _flat(keys)}
         # Built once for each size, without memory: all its runs have the same model
-        job = load_job(base, overrides=_overrides(settings), catalog=catalog, world_size=1)
+        job = load_job(base, overrides=overrides(settings), catalog=catalog, world_size=1)
         size = _Size(name, settings, job, *_counts(job, catalog))
         for label, tokens in size.budgets(ladder.budgets):
             runs += [size.run(label, tokens, seed, ladder.rules) for seed in ladder.seeds or (None,)]
     _demand_names(runs)
-    _demand_jobs(runs, base, catalog)
+    runs = with_trunks(runs, _jobs(runs, base, catalog), ladder.trunk, catalog)
+    if ladder.trunk:
+        # Their hooks may want other checkpoints than a trunk has
+        trunks = [evolve(run, settings={**run.settings, **trunk_settings(run)}) for run in runs if run.branch_points]
+        _jobs(trunks, base, catalog)
     return runs
 
 
@@ -143,17 +133,19 @@ def _demand_names(runs: Sequence[Planned]) -> None:
             )
 
 
-def _demand_jobs(runs: Sequence[Planned], base: Path, catalog: Catalog) -> None:
-    """Raise with every problem of every run's job, each once."""
-    problems = dict[Problem, None]()
+def _jobs(runs: Sequence[Planned], base: Path, catalog: Catalog) -> dict[str, Job]:
+    """The job of each run by its name; raises with every problem of every job, each once."""
+    problems: dict[Problem, None] = {}
+    jobs: dict[tuple[tuple[str, str], ...], Job] = {}
     # Seeds change nothing that a check looks at
     for settings in {tuple(run.settings.items()) for run in runs}:
         try:
-            load_job(base, overrides=_overrides(dict(settings)), catalog=catalog, world_size=1)
+            jobs[settings] = load_job(base, overrides=overrides(dict(settings)), catalog=catalog, world_size=1)
         except JobError as error:
             problems |= dict.fromkeys(error.problems)
     if problems:
         raise JobError(problems)
+    return {run.name: jobs[tuple(run.settings.items())] for run in runs}
 
 
 @frozen
@@ -170,13 +162,13 @@ class _Size:
 
     def budgets(self, budgets: Budgets) -> Iterator[tuple[str, float]]:
         """Label and tokens of each budget."""
-        # Labels are parts of the runs' names
+        # Labels are parts of the runs' names, and of their folders', in which a plus would become a minus
         for ratio in budgets.tokens_per_parameter:
             yield f"{ratio:g}x", ratio * self.parameters
         for flops in budgets.flops:
-            yield f"{flops:.3g}", flops / self.flops
+            yield f"{flops:.3g}".replace("+", ""), flops / self.flops
         for tokens in budgets.tokens:
-            yield f"{tokens:.3g}T", tokens
+            yield f"{tokens:.3g}-tokens".replace("+", ""), tokens
 
     def run(self, budget: str, tokens: float, seed: int | None, rules: Mapping[str, Rule]) -> Planned:
         """The run of a budget; its tokens are rounded to whole steps."""
@@ -204,7 +196,7 @@ class _Size:
         fed = steps * batch * train.seq_len
         values[STEPS] = str(steps)
         return Planned(
-            name=f"{self.name}-{budget}" + ("" if seed is None else f"-s{seed}"),
+            name=f"{self.name}-{budget}" + ("" if seed is None else f"-seed-{seed}"),
             size=self.name,
             budget=budget,
             seed=seed,
@@ -221,7 +213,6 @@ class _Size:
 def _counts(job: Job, catalog: Catalog) -> tuple[int, int, float]:
     """Parameters without embedding and head, all of them, and FLOPs of a token, of a model without memory."""
     import torch
-    from attrs import evolve
 
     from forge_core.contracts.layout import Layout
     from forge_core.engine.build import build_bare_model, build_tokenizer
@@ -255,7 +246,3 @@ def _flat(table: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]
 
 def _toml(value: Any) -> str:
     return tomli_w.dumps({"value": value}).removeprefix("value = ").rstrip()
-
-
-def _overrides(settings: Mapping[str, str]) -> list[str]:
-    return [f"--{key}={value}" for key, value in settings.items()]

@@ -27,7 +27,7 @@ class Point:
     """The end of one run, or of one branch of a run."""
 
     run: str = field(validator=TEXT)
-    """Name of the run. Points of one run are resampled together: branches of a trunk share its noise."""
+    """Name of the run."""
     parameters: float = field(validator=POSITIVE)
     """Parameters without embedding and head."""
     parameters_total: float = field(validator=POSITIVE)
@@ -45,8 +45,16 @@ class Point:
     unique_tokens: float = field(default=math.inf, validator=POSITIVE)
     """Tokens of the data before any is repeated; infinite where none is."""
     seed: int = field(default=0, validator=[instance_of(int), ge(0)])
+    trunk: str = field(default="", validator=TEXT)
+    """Name of the run with which this one begins; empty: it is a whole run itself. Points of a trunk are resampled
+    together, as branches share its noise."""
     failed: str = field(default="", validator=TEXT)
     """Why the point has no loss (`diverged`, `failed`, `unfinished`). Such points are listed and not fitted."""
+
+    @property
+    def source(self) -> str:
+        """Name of the run whose noise the point has."""
+        return self.trunk or self.run
 
     @property
     def usable(self) -> bool:

@@ -6,10 +6,14 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from forge_plugin_ladder.ladder import Planned
+from attrs import evolve
+
+from forge_core.checkpoint.run_folder import storage_of
+from forge_plugin_ladder.planned import Planned
 from forge_plugin_ladder.points import Point
+from forge_plugin_ladder.trunk import trunk_settings
 from forge_plugin_runs.compare.comparison import Comparison
-from forge_plugin_runs.compare.grid import Cell, Trial, trial_of
+from forge_plugin_runs.compare.grid import Cell, Trial, check_jobs, trial_of
 from forge_plugin_runs.compare.results import Outcome, read_outcome
 
 RUNS = "runs"
@@ -17,9 +21,15 @@ RUNS = "runs"
 
 
 def train(
-    runs: Sequence[Planned], base: Path, out: Path, ranks: int, parallel: int, say: Callable[[str], object]
+    runs: Sequence[Planned],
+    base: Path,
+    out: Path,
+    ranks: int,
+    parallel: int,
+    is_branching: bool,
+    say: Callable[[str], object],
 ) -> tuple[bool, list[str]]:
-    """Train the runs that have not finished.
+    """Train the runs that have not finished; with `is_branching`, trunks first and then what branches from them.
 
     Returns:
         Whether all were run, False after an interruption; and the names of those that failed.
@@ -28,19 +38,55 @@ def train(
         JobError: a job is wrong; nothing was started then.
     """
     comparison = Comparison(out=out, ranks=ranks, parallel=parallel, say=say)
-    trials = _trials(runs, base, out)
-    completed = comparison.train(trials)
-    return completed, [trial.name for trial in trials if comparison.record.entries[trial.name].failed]
+    trials = trials_of(runs, base, out, is_branching)
+    if is_branching:
+        # All jobs before any run: a branch would otherwise be refused hours later
+        trials, _ = check_jobs(trials, ranks)
+    places = {run.name: out / RUNS / trial.name for run, trial in zip(runs, trials, strict=True)}
+    whole = [trial for run, trial in zip(runs, trials, strict=True) if not (is_branching and run.trunk)]
+    completed = comparison.train(whole)
+    if completed and len(whole) < len(trials):
+        entries = comparison.record.entries
+        completed = comparison.train(
+            [
+                trial
+                # Of a branch that has finished, the trunk may be gone
+                if trial.name in entries and entries[trial.name].digest == trial.digest
+                else _branch(trial, run, places[run.trunk], say)
+                for run, trial in zip(runs, trials, strict=True)
+                if run.trunk
+            ]
+        )
+    failed = [trial.name for trial in trials if (entry := comparison.record.entries.get(trial.name)) and entry.failed]
+    return completed, failed
 
 
-def collect(runs: Sequence[Planned], base: Path, out: Path, unique_tokens: float) -> list[Point]:
+def _branch(trial: Trial, run: Planned, trunk: Path, say: Callable[[str], object]) -> Trial:
+    """A run that starts from the checkpoint of its trunk."""
+    storage = storage_of(trunk)
+    steps = [step for step in storage.steps() if step <= run.branch_step]
+    # An earlier checkpoint, or none, is the same run with more steps: a trunk may have failed, or have
+    # finished before this budget was added
+    if run.branch_step not in steps:
+        start = f"step {max(steps)}" if steps else "its first step"
+        say(f"{run.name}: {run.trunk} has no checkpoint of step {run.branch_step}, so it is trained from {start} on")
+    return evolve(trial, arguments=("--resume", str(storage.path(max(steps))))) if steps else trial
+
+
+def collect(runs: Sequence[Planned], base: Path, out: Path, unique_tokens: float, is_branching: bool) -> list[Point]:
     """Returns a point for each planned run; one without a loss has the reason."""
-    record = Comparison(out=out).record
-    points = []
-    for run, trial in zip(runs, _trials(runs, base, out), strict=True):
-        # With one budget more in the file, its runs are not in the record yet
-        entry = record.entries.get(trial.name)
-        outcome = read_outcome(trial, out / RUNS / trial.name, entry) if entry else None
+    record, points = Comparison(out=out).record, []
+    trials = {run.name: trial for run, trial in zip(runs, trials_of(runs, base, out, is_branching), strict=True)}
+    # With one budget more in the file, its runs are not in the record yet
+    outcomes = {
+        name: read_outcome(trial, out / RUNS / trial.name, record.entries[trial.name])
+        for name, trial in trials.items()
+        if trial.name in record.entries
+    }
+    for run in runs:
+        outcome = outcomes.get(run.name)
+        if outcome is not None and run.trunk in outcomes:
+            outcome = _whole(outcome, outcomes[run.trunk])
         failed = "never started" if outcome is None else _reason(outcome)
         # A loss of a run that diverged is no point of the law, whatever its value
         loss = math.nan
@@ -48,7 +94,7 @@ def collect(runs: Sequence[Planned], base: Path, out: Path, unique_tokens: float
             loss = outcome.held_out if outcome.evaluations else outcome.mean_loss
         points.append(
             Point(
-                run=trial.name,
+                run=trials[run.name].name,
                 parameters=run.parameters,
                 parameters_total=run.parameters_total,
                 tokens=run.tokens,
@@ -58,10 +104,22 @@ def collect(runs: Sequence[Planned], base: Path, out: Path, unique_tokens: float
                 budget=run.budget,
                 unique_tokens=unique_tokens or math.inf,
                 seed=run.seed or 0,
+                trunk=trials[run.trunk].name if run.trunk else "",
                 failed=failed,
             )
         )
     return points
+
+
+def _whole(branch: Outcome, trunk: Outcome) -> Outcome:
+    """A branch with the steps of its trunk before its own, as a separate run has them in its metrics."""
+    first = branch.tokens[0] if branch.tokens else math.inf
+    before = sum(tokens < first for tokens in trunk.tokens)
+    return evolve(
+        branch,
+        tokens=[*trunk.tokens[:before], *branch.tokens],
+        losses=[*trunk.losses[:before], *branch.losses],
+    )
 
 
 def _reason(outcome: Outcome) -> str:
@@ -75,12 +133,14 @@ def _reason(outcome: Outcome) -> str:
     return "" if math.isfinite(last) and last < outcome.losses[0] else f"diverged (loss {last:.4g})"
 
 
-def _trials(runs: Sequence[Planned], base: Path, out: Path) -> list[Trial]:
+def trials_of(runs: Sequence[Planned], base: Path, out: Path, is_branching: bool) -> list[Trial]:
+    """Returns the runs as `compare` trains them."""
     trials: list[Trial] = []
     for run in runs:
         # Runs that differ in their seed alone are one cell of a comparison
-        label = run.name if run.seed is None else run.name.removesuffix(f"-s{run.seed}")
-        cell = Cell(job=base, settings=run.settings, label=label)
+        label = run.name if run.seed is None else run.name.removesuffix(f"-seed-{run.seed}")
+        settings = {**run.settings, **(trunk_settings(run) if is_branching else {})}
+        cell = Cell(job=base, settings=settings, label=label)
         seed = "" if run.seed is None else str(run.seed)
         trials.append(trial_of(cell, seed, (), out / RUNS, taken=[trial.name for trial in trials]))
     return trials

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from attrs import asdict
@@ -11,13 +11,13 @@ from attrs import asdict
 from forge_kit.tools.outputs import MARK
 from forge_kit.tools.tables import columns
 from forge_plugin_ladder.intervals import Resampled
-from forge_plugin_ladder.ladder import STEPS, Planned
 from forge_plugin_ladder.parabolas import IsoFlops
+from forge_plugin_ladder.planned import STEPS, Planned
 from forge_plugin_ladder.points import Point
 from forge_plugin_ladder.prediction import HeldOut, Prediction
 
 
-def plan_table(runs: Sequence[Planned]) -> str:
+def plan_table(runs: Sequence[Planned], is_branching: bool) -> str:
     """Returns the runs as a table, with what rules warn of."""
     keys = list(
         dict.fromkeys(key for run in runs for key in run.settings if not key.startswith("model.") and key != STEPS)
@@ -35,10 +35,23 @@ def plan_table(runs: Sequence[Planned]) -> str:
         ]
         for run in runs
     ]
+    if is_branching:
+        head.append("branches from")
+        for row, run in zip(rows, runs, strict=True):
+            row.append(f"{run.trunk} at {run.branch_step:,}" if run.trunk else "")
     warnings = dict.fromkeys(text for run in runs for text in run.warnings)
+    lines = [columns([head, *rows]), "", *_totals(runs, is_branching)]
+    return "\n".join([*lines, *(f"warning: {text}" for text in warnings)])
+
+
+def _totals(runs: Sequence[Planned], is_branching: bool) -> Iterator[str]:
     tokens, flops = (sum(getattr(run, name) for run in runs) for name in ("tokens", "flops"))
-    total = f"{len(runs)} runs, {number(tokens)} tokens, {flops:.3g} FLOPs"
-    return "\n".join([columns([head, *rows]), "", total, *(f"warning: {text}" for text in warnings)])
+    yield f"{len(runs)} runs, {number(tokens)} tokens, {flops:.3g} FLOPs"
+    own = sum(run.flops * run.trained for run in runs)
+    if is_branching:
+        yield f"{own:.3g} FLOPs with trunks that are trained once"
+    elif own < flops:
+        yield f"runs of one size begin alike: with `trunk = true` they take {own:.3g} FLOPs, with the same results"
 
 
 def _short(value: str) -> str:

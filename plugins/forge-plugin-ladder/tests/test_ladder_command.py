@@ -7,6 +7,7 @@ import json
 import pytest
 from known_ladders import EXPONENT, ladder
 
+from forge_core.cli import main
 from forge_core.contracts.errors import ExitCode, JobError
 from forge_plugin_ladder.command import command
 from forge_plugin_ladder.points import read_points, write_points
@@ -71,7 +72,9 @@ def planned(capsys):
 def test_a_plan_has_every_run_with_its_size_and_budget(here, capsys):
     runs = planned(capsys)
     assert len(runs) == 8
-    assert [run["name"] for run in runs[:4]] == ["small-0.1x-s1", "small-0.1x-s2", "small-1e+08-s1", "small-1e+08-s2"]
+    cells = [f"{size}-{budget}" for size in ("small", "large") for budget in ("0.1x", "1e08")]
+    names = [f"{cell}-seed-{seed}" for cell in cells for seed in (1, 2)]
+    assert [run["name"] for run in runs] == names
     for run in runs:
         # Whole steps of four sequences of eight tokens
         assert run["tokens"] == run["steps"] * 32
@@ -97,8 +100,10 @@ def test_a_plan_has_every_run_with_its_size_and_budget(here, capsys):
         ("at_reference = 1e-3", "at_reference = -1", "at_reference"),
         ("seeds", "seed", "unknown key"),
         ("dim = 16", "dimm = 16", "dimm"),
-        ("flops = [1e8]", "flops = [1.0001e8, 1.0002e8]", "2 runs are called small-1e\\+08-s1"),
+        ("flops = [1e8]", "flops = [1.0001e8, 1.0002e8]", "2 runs are called small-1e08-seed-1"),
         ('"job.toml"', '"jobs.toml"', "jobs.toml"),
+        ("seeds", "trunk = true\nseeds", "small-0.1x-seed-1 cannot .* shares 4 of its 20 steps: `scheduler` has"),
+        ("seeds", 'trunk = true\nrules."checkpoint.keep" = {type = "fixed", to = 1}\nseeds', "sets this key itself"),
         ('[rules."optimizer.lr"]', '[rules."optimizer.rate"]', "rate"),
     ],
 )
@@ -175,16 +180,62 @@ def test_a_stranger_adds_a_law_and_a_rule_in_one_file(here, capsys):
         command(["predict", *own, "--flops", "1e20"])
 
 
+TRUNK = """
+job = "job.toml"
+output = "rungs"
+trunk = true
+[sizes.small]
+dim = 8
+[budgets]
+tokens = [160, 320]
+"""
+
+
+def test_a_plan_with_trunks_says_where_runs_branch(here, capsys):
+    (here / "job.toml").write_text(JOB.replace("cosine", "wsd"))
+    (here / "ladder.toml").write_text(TRUNK)
+    short, long = planned(capsys)
+    assert (short["trunk"], short["branch_step"], short["steps"]) == ("small-320-tokens", 9, 10)
+    assert (long["trunk"], long["branch_points"]) == ("", [9])
+    assert command(["plan", "ladder.toml"]) == ExitCode.FINISHED
+    assert "small-320-tokens at 9" in capsys.readouterr().out
+    (here / "ladder.toml").write_text(TRUNK.replace("trunk = true", '[rules."checkpoint.keep"]\ntype="fixed"\nto = 1'))
+    assert command(["plan", "ladder.toml"]) == ExitCode.FINISHED
+    assert "`trunk = true` they take 1.41e+07 FLOPs" in capsys.readouterr().out
+
+
+def final_state(run, step):
+    """SHA-256 of weights, optimizer and generators at the end of a run, and the losses and rates of its steps."""
+    files = json.loads((run / f"checkpoints/step-{step}/manifest.json").read_text())["files"]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return files, {line["step"]: (line["loss"], line["lr"], line["grad_norm"]) for line in lines if "loss" in line}
+
+
 @pytest.mark.thorough
-def test_runs_are_trained_and_become_points(here, capsys):
-    text = LADDER.replace("seeds = [1, 2]\n", "").replace("flops = [1e8]\n", "")
-    (here / "ladder.toml").write_text(text)
+def test_runs_are_trained_and_branches_equal_separate_runs_to_the_bit(here, capsys):
+    (here / "job.toml").write_text(JOB.replace("cosine", "wsd"))
+    (here / "ladder.toml").write_text(TRUNK)
     assert command(["run", "ladder.toml"]) == ExitCode.FINISHED
-    points = read_points(here / "rungs" / "points.json")
-    assert [point.run for point in points] == ["small-0.1x", "large-0.1x"]
+    points = read_points(here / "rungs/points.json")
+    assert [(point.run, point.trunk) for point in points] == [
+        ("small-160-tokens", "small-320-tokens"),
+        ("small-320-tokens", ""),
+    ]
     assert all(point.usable and point.held_out for point in points)
+    # Neither has the hook of a trunk
+    for steps in (10, 20):
+        assert main(["job.toml", "--model.dim=8", f"--train.steps={steps}", f"--job.name=alone-{steps}"]) == 0
+        files, losses = final_state(here / f"rungs/runs/small-{16 * steps}-tokens", steps)
+        alone, expected = final_state(here / f"runs/alone-{steps}", steps)
+        assert files == alone
+        assert losses == {step: each for step, each in expected.items() if step in losses}
+        assert len(losses) == (1 if steps == 10 else 20)
+    # Finished runs are not trained again, and a budget more trains its runs alone: the trunk has step 9, and not 13
     capsys.readouterr()
-    # Finished runs are not trained again, and a budget more trains its runs alone
-    (here / "ladder.toml").write_text(text.replace("[0.1]", "[0.1, 0.2]"))
+    (here / "ladder.toml").write_text(TRUNK.replace("160,", "160, 240,"))
     assert command(["run", "ladder.toml"]) == ExitCode.FINISHED
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["1/2", "2/2"]
+    lines = capsys.readouterr().out.splitlines()
+    assert "small-320-tokens has no checkpoint of step 13, so it is trained from step 9 on" in lines[1]
+    assert [line.split()[:2] for line in lines[::2]] == [["1/1", "small-320-tokens"], ["1/1", "small-240-tokens"]]
+    assert main(["job.toml", "--model.dim=8", "--train.steps=15", "--job.name=alone-15"]) == 0
+    assert final_state(here / "rungs/runs/small-240-tokens", 15)[0] == final_state(here / "runs/alone-15", 15)[0]

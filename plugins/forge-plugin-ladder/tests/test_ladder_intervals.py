@@ -24,7 +24,7 @@ def exponents_of(resampled):
 def test_nine_intervals_of_ten_contain_the_truth():
     n = np.array([np.sqrt(FAR / 120)])
     size = Sizes(parameters=n, tokens=FAR / 6 / n, unique_tokens=np.array([np.inf]))
-    inside, draws = np.zeros(2), 40
+    inside, draws = np.zeros(2), 30
     for seed in range(draws):
         points = ladder(0.005, seed)
         found = fit(Additive(), points)
@@ -35,7 +35,7 @@ def test_nine_intervals_of_ten_contain_the_truth():
         losses = np.array([each.loss(size)[0] for each in resampled.each()])
         low, high = resampled.interval(found.loss(size)[0], losses)
         inside[1] += low <= loss_of(n, FAR / 6 / n)[0] <= high
-    # 0.9 with a standard deviation of 0.047; docs/log.md has 200 draws of three strengths of noise
+    # 0.9 with a standard deviation of 0.055; docs/log.md has 200 draws of three strengths of noise
     assert np.all(np.abs(inside / draws - 0.9) <= 0.1), inside / draws
 
 
@@ -47,15 +47,16 @@ def width(points):
 
 def test_more_points_of_the_same_runs_are_no_more_runs():
     points = ladder(noise=0.005, seed=5)
-    thrice = [evolve(point, budget=str(number)) for point in points for number in range(3)]
-    as_runs = [evolve(point, run=f"{point.run}-{point.budget}") for point in thrice]
-    assert width(thrice) == pytest.approx(width(points), rel=0.1)
+    as_runs = [evolve(point, run=f"{point.run}-{number}") for point in points for number in range(3)]
+    # The first of three is the trunk of the others
+    branches = [evolve(each, trunk="" if each.run[-1] == "0" else f"{each.run[:-1]}0") for each in as_runs]
+    assert width(branches) == pytest.approx(width(points), rel=0.1)
     assert width(as_runs) < 0.8 * width(points)
 
 
 def test_too_few_runs_have_no_interval():
     points = [evolve(point, run=str(number % 6)) for number, point in enumerate(ladder(noise=0.005))]
-    with pytest.raises(JobError, match="6 runs have a loss, and an interval needs 7"):
+    with pytest.raises(JobError, match="6 independent runs have a loss, and an interval needs 7"):
         resample(fit(Additive(), points), points)
 
 

@@ -50,6 +50,8 @@ class Trial:
     overrides: Sequence[str]
     digest: str = ""
     """SHA-256 of the resolved job, once that is known."""
+    arguments: Sequence[str] = ()
+    """Further arguments of `forge-run`, such as the checkpoint to start from."""
 
 
 @frozen

@@ -98,7 +98,7 @@ class Processes:
     def _start(self, trial: Trial, stop_at: int) -> None:
         arguments = [sys.executable, "-m"]
         arguments += [CHILD, str(stop_at)] if stop_at else ["forge_core", "run"]
-        arguments += [str(trial.cell.job), *trial.overrides]
+        arguments += [str(trial.cell.job), *trial.overrides, *trial.arguments]
         arguments += ["--nproc", str(self.ranks)] if self.ranks > 1 else []
         taken = {gpu for running in self._running for gpu in running.device}
         device = [gpu for gpu in range(self.gpus) if gpu not in taken][: self.ranks]

@@ -1,0 +1,44 @@
+"""A planned run of a ladder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from attrs import frozen
+
+STEPS = "train.steps"
+
+
+@frozen(kw_only=True)
+class Planned:
+    """One run of a ladder."""
+
+    name: str
+    """Of its folder, too."""
+    size: str
+    budget: str
+    seed: int | None
+    parameters: int
+    parameters_total: int
+    steps: int
+    tokens: int
+    flops: float
+    settings: Mapping[str, str]
+    """Keys of the job that differ from the base, values as in TOML."""
+    warnings: Sequence[str]
+    trunk: str = ""
+    """Name of the longer run with which it begins, to the bit; empty: none."""
+    branch_step: int = 0
+    """The last step that both have in common."""
+    branch_points: Sequence[int] = ()
+    """Steps after which shorter runs branch from this one."""
+
+    @property
+    def trained(self) -> float:
+        """The part of its steps that a branch makes itself."""
+        return 1 - self.branch_step / self.steps
+
+
+def overrides(settings: Mapping[str, str]) -> list[str]:
+    """Returns settings as options of `forge-run`."""
+    return [f"--{key}={value}" for key, value in settings.items()]
