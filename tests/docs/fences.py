@@ -59,6 +59,7 @@ METRICS = ROOT / "docs" / "how-to" / "metrics.md"
 LOGGERS = ROOT / "docs" / "how-to" / "loggers.md"
 LADDER = ROOT / "docs" / "how-to" / "ladder.md"
 TAPS = ROOT / "docs" / "how-to" / "taps.md"
+STATS = ROOT / "docs" / "how-to" / "training-stats.md"
 PREFERENCES = ROOT / "docs" / "how-to" / "preferences.md"
 REWARDS = ROOT / "docs" / "how-to" / "reinforcement-learning.md"
 SFT = ROOT / "docs" / "how-to" / "sft.md"
@@ -67,8 +68,8 @@ MAKE_DATA = (IMAGES, VIDEOS, EVALUATES_VISION, TUTORIAL, COOKBOOK, PREFERENCES, 
 """Pages whose commands make the data of their jobs."""
 RUN_ALL = (
     *sorted(TEN_MINUTES.glob("*.md")),
-    *(ROOT / "docs" / "publishing.md", IMAGES, VIDEOS, EVALUATES, IMPORTS, TUTORIAL, METRICS, LOGGERS, TAPS, LADDER),
-    *(EVALUATES_VISION, CONTINUES, PREFERENCES, REWARDS, LORA, SFT, ARCHITECTURE),
+    *(ROOT / "docs" / "publishing.md", IMAGES, VIDEOS, EVALUATES, IMPORTS, TUTORIAL, METRICS, LOGGERS, TAPS, STATS),
+    *(EVALUATES_VISION, CONTINUES, PREFERENCES, REWARDS, LORA, SFT, ARCHITECTURE, LADDER),
 )
 """Pages of which every command is run."""
 
