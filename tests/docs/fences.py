@@ -58,6 +58,7 @@ COOKBOOK = ROOT / "docs" / "cookbook.md"
 METRICS = ROOT / "docs" / "how-to" / "metrics.md"
 LOGGERS = ROOT / "docs" / "how-to" / "loggers.md"
 LADDER = ROOT / "docs" / "how-to" / "ladder.md"
+TRANSFER = ROOT / "docs" / "how-to" / "transfer-hyperparameters.md"
 TAPS = ROOT / "docs" / "how-to" / "taps.md"
 STATS = ROOT / "docs" / "how-to" / "training-stats.md"
 PREFERENCES = ROOT / "docs" / "how-to" / "preferences.md"
@@ -69,7 +70,7 @@ MAKE_DATA = (IMAGES, VIDEOS, EVALUATES_VISION, TUTORIAL, COOKBOOK, PREFERENCES, 
 RUN_ALL = (
     *sorted(TEN_MINUTES.glob("*.md")),
     *(ROOT / "docs" / "publishing.md", IMAGES, VIDEOS, EVALUATES, IMPORTS, TUTORIAL, METRICS, LOGGERS, TAPS, STATS),
-    *(EVALUATES_VISION, CONTINUES, PREFERENCES, REWARDS, LORA, SFT, ARCHITECTURE, LADDER),
+    *(EVALUATES_VISION, CONTINUES, PREFERENCES, REWARDS, LORA, SFT, ARCHITECTURE, LADDER, TRANSFER),
 )
 """Pages of which every command is run."""
 

@@ -63,7 +63,7 @@ BASE = "runs/watched"
 STEPS_ALONE = {"train.steps": 5, "eval.interval": 0, "checkpoint.interval": 0}
 RECIPES: Mapping[str, Recipe] = {
     "text": Recipe(["text"]),
-    "lion": Recipe(["text"], {"optimizer.type": "lion", **STEPS_ALONE}),
+    "lion": Recipe(["text"], {"optimizer.type": "lion", "plugins.mup.base.dim": 16, **STEPS_ALONE}),
     "soap": Recipe(
         ["text"],
         {"optimizer.type": "soap", "optimizer.precondition_frequency": 1, "train.non_finite": "ignore", **STEPS_ALONE},

@@ -9,6 +9,7 @@ from attrs.validators import ge, gt
 
 from forge_core.contracts.components import OptimizerComponent, when_resumed
 from forge_kit.optim import fields
+from forge_kit.optim.update_size import elementwise
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +40,10 @@ class AdamW(OptimizerComponent):
     """Whether embeddings are decayed too (a tied head is one)."""
     fused: bool = field(default=True, metadata=when_resumed("safe"))
     """Whether the whole update is one fused kernel. false: torch's loop over parameters, for comparison."""
+
+    def update_size(self, role: Role, outputs: int, inputs: int) -> float:
+        """See `forge_kit.optim.update_size.HasUpdateSize`."""
+        return elementwise(inputs)
 
     def build(self, context: BuildContext, parameters: NamedParameters) -> torch.optim.Optimizer:
         from forge_kit.torch_internals import LocalAdamW

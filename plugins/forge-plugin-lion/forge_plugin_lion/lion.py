@@ -9,6 +9,7 @@ from attrs.validators import ge, gt
 
 from forge_core.contracts.components import OptimizerComponent
 from forge_kit.optim import fields
+from forge_kit.optim.update_size import elementwise
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +39,10 @@ class Lion(OptimizerComponent):
     cautious: bool = False
     """Whether only elements move whose update agrees in sign with their gradient. They then move further, by the factor
     elements / (agreeing elements + 1) of their parameter (Liang et al. 2024, "Cautious Optimizers")."""
+
+    def update_size(self, role: Role, outputs: int, inputs: int) -> float:
+        """See `forge_kit.optim.update_size.HasUpdateSize`."""
+        return elementwise(inputs)
 
     def build(self, context: BuildContext, parameters: NamedParameters) -> torch.optim.Optimizer:
         from forge_plugin_lion.optimizer import LionOptimizer

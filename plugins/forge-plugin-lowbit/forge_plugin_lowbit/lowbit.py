@@ -11,6 +11,7 @@ from attrs.validators import ge, gt
 from forge_core.contracts.components import OptimizerComponent, when_resumed
 from forge_core.contracts.errors import Problem
 from forge_kit.optim import fields
+from forge_kit.optim.update_size import elementwise
 
 if TYPE_CHECKING:
     import torch
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.layout import Layout
-    from forge_core.contracts.model import Model
+    from forge_core.contracts.model import Model, Role
     from forge_core.contracts.optimizer import NamedParameters
     from forge_core.job import Job
     from forge_plugin_lowbit.formats import Format
@@ -42,6 +43,10 @@ class _LowBitAdamW(OptimizerComponent):
     compile: bool = field(default=True, metadata=when_resumed("safe"))
     """Whether the update of a parameter is compiled to one kernel. false: many small operations, which are slow and
     temporarily take several times the memory of the largest parameter."""
+
+    def update_size(self, role: Role, outputs: int, inputs: int) -> float:
+        """See `forge_kit.optim.update_size.HasUpdateSize`."""
+        return elementwise(inputs)
 
     def settings(self, context: BuildContext) -> dict[str, Any]:
         """Arguments that all of the optimizers take."""

@@ -10,12 +10,14 @@ from attrs.validators import and_, ge, gt, le, optional
 
 from forge_core.contracts.components import OptimizerComponent, SchedulerComponent, when_resumed
 from forge_kit.optim import fields
+from forge_kit.optim.update_size import HIDDEN, elementwise
 from forge_plugin_muon.muon import momentum_or_schedule
 
 if TYPE_CHECKING:
     import torch
 
     from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.model import Role
     from forge_core.contracts.optimizer import NamedParameters
 
 
@@ -69,6 +71,11 @@ class Dion(OptimizerComponent):
         if self.adam_lr is None:
             share = ADAM_SHARE["original"]
             yield "adam_lr", f"{share * self.lr:.3g}", f"{share:g} x lr"
+
+    def update_size(self, role: Role, outputs: int, inputs: int) -> float:
+        """See `forge_kit.optim.update_size.HasUpdateSize`."""
+        # The rate's own factor, sqrt(rows / columns), makes it the same for all shapes
+        return 1.0 if role in HIDDEN else elementwise(inputs)
 
     def build(self, context: BuildContext, parameters: NamedParameters) -> torch.optim.Optimizer:
         from forge_kit.optim.matrix_optimizer import divide

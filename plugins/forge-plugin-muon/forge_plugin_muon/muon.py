@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -10,14 +11,17 @@ from attrs.validators import ge, gt, le, optional
 
 from forge_core.contracts.components import OptimizerComponent, SchedulerComponent, when_resumed
 from forge_kit.optim import fields
+from forge_kit.optim.update_size import HIDDEN, elementwise
 
 if TYPE_CHECKING:
     import torch
 
     from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.model import Role
     from forge_core.contracts.optimizer import NamedParameters
     from forge_plugin_muon.optimizer import MuonOptimizer
 
+Scaling = Literal["original", "match_rms_adamw"]
 SMALL = 5e-3
 """Rates below it, with the original scaling, are more often left from another optimizer than meant."""
 
@@ -30,6 +34,14 @@ def momentum_or_schedule(_instance: object, _attribute: object, value: float | S
     """
     if not isinstance(value, SchedulerComponent) and not 0 <= value < 1:
         raise ValueError(f"must be >= 0 and < 1, or a schedule, got {value}")
+
+
+def scale_of(rows: int, columns: int, scaling: Scaling) -> float:
+    """Returns the factor on the rate of a matrix; see `Muon.scaling`."""
+    if scaling == "original":
+        return math.sqrt(max(1.0, rows / columns))
+    # An orthogonal matrix has 1 / sqrt(longer side) in the root mean square, and AdamW's updates about 0.2
+    return 0.2 * math.sqrt(max(rows, columns))
 
 
 @frozen(kw_only=True)
@@ -56,7 +68,7 @@ class Muon(OptimizerComponent):
     """Whether the present gradient counts once more, with weight 1 - momentum."""
     weight_decay: float = field(default=0.1, validator=ge(0))
     """Decoupled weight decay: each step subtracts lr x this x the weight."""
-    scaling: Literal["original", "match_rms_adamw"] = "original"
+    scaling: Scaling = "original"
     """Factor on the rate of a matrix. original: √max(1, rows / columns), as Jordan has it. match_rms_adamw:
     0.2 √max(rows, columns), which makes updates as large as AdamW's, so that AdamW's rate and decay can be reused
     (Liu et al. 2025, "Muon is Scalable for LLM Training", section 2.2)."""
@@ -105,6 +117,13 @@ class Muon(OptimizerComponent):
                 dtype = str(fast_dtype(context.device)).removeprefix("torch.")
                 native = "this processor multiplies bfloat16 natively"
                 yield "Newton-Schulz", dtype, native if dtype == "bfloat16" else "this processor emulates bfloat16"
+
+    def update_size(self, role: Role, outputs: int, inputs: int) -> float:
+        """See `forge_kit.optim.update_size.HasUpdateSize`."""
+        if role not in HIDDEN:
+            return elementwise(inputs)
+        # All singular values are 1, and a mean square is over the outputs or the inputs
+        return scale_of(outputs, inputs, self.scaling) * math.sqrt(inputs / outputs)
 
     def build(self, context: BuildContext, parameters: NamedParameters) -> torch.optim.Optimizer:
         from forge_plugin_muon.optimizer import MuonOptimizer

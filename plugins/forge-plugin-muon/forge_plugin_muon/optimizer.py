@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,12 +14,12 @@ from forge_kit.optim.matrix_optimizer import WORKING_BYTES, MatrixOptimizer, mat
 from forge_kit.optim.whole_matrices import Matrix, WholeMatrices
 from forge_kit.torch_internals import LocalAdamW, foreach_lerp_, foreach_mul_
 from forge_plugin_muon import newton_schulz
+from forge_plugin_muon.muon import Scaling, scale_of
 from forge_plugin_muon.newton_schulz import JORDAN, fast_dtype, orthogonalise
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-Scaling = Literal["original", "match_rms_adamw"]
 ADAM_SHARE: Mapping[Scaling, float] = {"original": 0.15, "match_rms_adamw": 1.0}
 """AdamW's rate for all other parameters, as a share of the rate of matrices. The second scaling makes updates of
 matrices as large as AdamW's, so that one rate serves both. With the first, an update of a square matrix of width n has
@@ -128,7 +127,8 @@ class MuonOptimizer(MatrixOptimizer):
 
         updates = self.each_matrix(trained, dtype, direction, directions_to_updates, stacked=newton_schulz.TOGETHER)
         for parameter, matrix, update in updates:
-            rate = group["lr"] * _scale(matrix.shape, group["scaling"])
+            rows, columns = matrix.shape
+            rate = group["lr"] * scale_of(rows, columns, group["scaling"])
             weights[parameter][matrix.own_place].add_(update, alpha=-rate)
 
     def updates_of(self, group: dict[str, Any], owned: Sequence[Matrix], directions: list[Tensor]) -> Sequence[Tensor]:
@@ -152,12 +152,3 @@ class MuonOptimizer(MatrixOptimizer):
             state["momentum_buffer"] = torch.zeros_like(parameter)
         average: Tensor = state["momentum_buffer"]
         return average
-
-
-def _scale(shape: Sequence[int], scaling: str) -> float:
-    """Returns the factor on the rate of a matrix (rows, columns); see `Muon.scaling`."""
-    rows, columns = shape
-    if scaling == "original":
-        return math.sqrt(max(1.0, rows / columns))
-    # An orthogonal matrix has 1 / sqrt(longer side) in the root mean square, and AdamW's updates about 0.2
-    return 0.2 * math.sqrt(max(rows, columns))

@@ -129,6 +129,10 @@ class TinyAdamW(OptimizerComponent):
     weight_decay: float = 0.1
     eps: float = 1e-5
 
+    def update_size(self, role: str, outputs: int, inputs: int) -> float:
+        """See `forge_kit.optim.update_size.HasUpdateSize`."""
+        return float(inputs)
+
     def build(self, context: BuildContext, parameters: NamedParameters) -> torch.optim.Optimizer:
         from forge_kit.torch_internals import LocalAdamW
 

@@ -21,6 +21,7 @@ from forge_plugin_moe.modules.capacity import refuse_documents, within_capacity
 from forge_plugin_moe.modules.experts import Experts, GEGLUForm, SwiGLUForm, runs_grouped
 from forge_plugin_moe.modules.sequences import Sequences, tally
 from forge_plugin_transformer import GEGLU, InitStd, SquaredReLU, SwiGLU, default_hidden
+from forge_plugin_transformer.modules.parts import last_parameters
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
@@ -148,6 +149,11 @@ class MoELayer(nn.Module):
             f"experts.{name}": "stack" if parameter.ndim > 2 else "bias"
             for name, parameter in self.experts.named_parameters()
         }
+
+    def stream_writers(self) -> Sequence[str]:
+        """Names the parameters that the sum over experts is proportional to: the last ones of both branches."""
+        routed, shared = ("routed_post_norm", "shared_post_norm") if self.has_norms else ("experts.down", "shared.down")
+        return [*last_parameters(self, routed), *([] if self.shared is None else last_parameters(self, shared))]
 
     def tensor_parallel_plan(self) -> Mapping[str, str]:
         """Ranks divide the hidden features of each expert, route all tokens alike, and sum once, at `output`.

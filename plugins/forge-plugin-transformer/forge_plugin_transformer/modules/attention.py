@@ -21,6 +21,7 @@ from forge_plugin_transformer.modules.attention_core import AttentionCore, torch
 from forge_plugin_transformer.modules.cache import Cache
 from forge_plugin_transformer.modules.largest_scores import largest_scores
 from forge_plugin_transformer.modules.norms import HeadLayerNorm, normed_without_gain
+from forge_plugin_transformer.modules.parts import last_parameters
 from forge_plugin_transformer.modules.rotary import (
     generation_tables,
     rotate,
@@ -323,6 +324,23 @@ class GroupedAttention(nn.Module):
         if self.value_scale != 1:
             v = v * self.value_scale
         return self._normed_heads(self.q_norm, q), self._normed_heads(self.k_norm, k), v
+
+    def stream_writers(self) -> Sequence[str]:
+        """Names the parameters of `o`, which writes into the residual stream."""
+        return last_parameters(self, "o")
+
+    def score_weights(self) -> tuple[Sequence[str], int, float]:
+        """Returns the parameters that scores are proportional to, the width of a head, and the factor on scores.
+
+        The parameters are of queries: their projection, or the gain of their norm, whose output has no other size.
+        There are none if that norm has no gain, or one with an offset.
+        """
+        name = "q_rotated_norm" if self.norm_rotated else "q_norm"
+        norm = getattr(self, name)
+        names: Sequence[str] = ()
+        if not getattr(norm, "offset", 0):
+            names = last_parameters(self, "q" if isinstance(norm, nn.Identity) else name)
+        return names, self.head_dim, self.scoring.scale or self.head_dim**-0.5
 
     def projected_widths(self) -> Mapping[str, int]:
         """See `forge_plugin_transformer.modules.parts.InTwoSteps`."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from forge_core.contracts.errors import ForgeError
 from forge_kit.nn.direct_calls import directly_callable
 from forge_kit.nn.modules import cast
 from forge_kit.nn.taps import TapPoint, tap_points
@@ -177,6 +178,27 @@ class Block(nn.Module):
         """Returns the norm `name` of x (B, S, D); a derived class may have others by position."""
         normalised: Tensor = getattr(self, name)(x)
         return normalised
+
+    def stream_writers(self) -> Sequence[str]:
+        """Names parameters so that what the block adds to the stream is proportional to them, one for each part.
+
+        Raises:
+            ForgeError: a part does not name its own, or something else than the parts and their sum is in the block.
+        """
+        plain = {"attention_residual": Addition, "ffn_residual": Addition}
+        for name in ("attention_residual", "ffn_residual", "laurel", "altup", "layer_input"):
+            if not isinstance(module := getattr(self, name), plain.get(name, nn.Identity)):
+                raise ForgeError(f"{name} is a {type(module).__name__}, to which the stream is not proportional")
+        names: list[str] = []
+        for name in ("attention", "ffn"):
+            norm = f"{name}_post_norm"
+            if not self.has[name]:
+                continue
+            if isinstance(getattr(self, norm), nn.Identity):
+                names += parts.stream_writers(name, getattr(self, name))
+            else:
+                names += parts.last_parameters(self, norm)
+        return names
 
     def tap_points(self) -> Mapping[str, TapPoint]:
         """The residual stream if it is a single one, what each part adds to it, and the points of the parts."""

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from forge_kit.nn.direct_calls import directly_callable
 from forge_kit.nn.modules import Linear, cast
 from forge_kit.nn.taps import TapPoint
+from forge_plugin_transformer.modules.parts import last_parameters
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Batch
@@ -38,6 +39,10 @@ class TwoSteps(nn.Module):
     def finish(self, projected: Sequence[Tensor], x: Tensor, batch: Batch) -> Tensor:
         """The features of `project` -> (B, S, D)."""
         raise NotImplementedError
+
+    def stream_writers(self) -> Sequence[str]:
+        """Names the parameters of `down`, the last matrix of each of them."""
+        return last_parameters(self, "down")
 
 
 @directly_callable

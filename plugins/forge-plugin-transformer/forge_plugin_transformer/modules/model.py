@@ -230,6 +230,20 @@ class TransformerModel(KeepsTies):
             roles |= parts.roles(name, end)
         return roles if self.tied else roles | {"head.weight": "head"}
 
+    def stream_writers(self) -> Sequence[str]:
+        """Names parameters of all layers so that what each adds to the stream is proportional to them.
+
+        Raises:
+            ForgeError: a part of a layer does not name its own.
+        """
+        return [key for number, layer in self.layers.items() for key in parts.stream_writers(f"layers.{number}", layer)]
+
+    def score_weights(self) -> Sequence[tuple[Sequence[str], int, float]]:
+        """Returns, for each attention that may derive the width of its heads: see `GroupedAttention.score_weights`."""
+        own: list[tuple[str, Any]] = [(name, part) for name, part in self._parts() if hasattr(part, "score_weights")]
+        asked = ((name, part.score_weights()) for name, part in own)
+        return [([f"{name}.{key}" for key in keys], width, factor) for name, (keys, width, factor) in asked]
+
     def tied_parameters(self) -> Mapping[str, str]:
         """A tied head is listed under the embedding's name."""
         return {"head.weight": "embedding.weight"} if self.tied else {}

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from forge_core.contracts.data import Batch
+from forge_core.contracts.errors import ForgeError
 from forge_core.contracts.model import Role
 
 
@@ -93,6 +94,31 @@ def sequence_mixers(name: str, part: nn.Module) -> dict[str, int]:
 def expert_stacks(name: str, part: nn.Module) -> list[str]:
     """Returns the part's stacks of experts, with names below `name`."""
     return [f"{name}.{key}" for key in _ask(part, "expert_stacks", ())]
+
+
+def last_parameters(part: nn.Module, name: str) -> list[str]:
+    """Names the parameters of the child `name`, a linear map or a norm whose output they are proportional to.
+
+    Raises:
+        ForgeError: a constant is added to its gain, so that the output is not proportional to what is trained.
+    """
+    child = part.get_submodule(name)
+    if getattr(child, "offset", 0):
+        raise ForgeError(f"the gain of {name} has an offset, so that no parameter is proportional to its output")
+    return [f"{name}.{key}" for key, _ in child.named_parameters()]
+
+
+def stream_writers(name: str, part: nn.Module) -> list[str]:
+    """Returns the parameters that a part's output is proportional to, with names below `name`.
+
+    Raises:
+        ForgeError: the part does not name them.
+    """
+    declared = _ask(part, "stream_writers", None)
+    if declared is None:
+        message = f"{name} is a {type(part).__name__}, which does not name the parameters that its output is"
+        raise ForgeError(f"{message} proportional to, by a method `stream_writers`")
+    return [f"{name}.{key}" for key in declared]
 
 
 def float8_exempt(name: str, part: nn.Module) -> list[str]:
