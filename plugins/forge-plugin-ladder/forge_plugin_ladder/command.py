@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import asdict, frozen
 
 from forge_core.cli.command_line import positive, with_examples
-from forge_core.contracts.errors import ExitCode, ForgeError
+from forge_core.contracts.errors import ExitCode, ForgeError, JobError
 from forge_core.plugins.catalog import Catalog
 from forge_kit.tools.json_output import add_json, print_json
 from forge_kit.tools.outputs import FOLDER_MARK, free_folder, write_output
@@ -27,6 +27,7 @@ HEADING = "train"
 POINTS, FIT, REPORT, PICTURE, RECORD = "points.json", "fit.json", "report.md", "report.png", "comparison.json"
 EXAMPLES = (
     "forge-run ladder plan ladder.toml",
+    "forge-run ladder plan ladder.toml --gpu h100",
     "forge-run ladder run ladder.toml --parallel 2",
     "forge-run ladder fit ladder.toml",
     "forge-run ladder fit ladder.toml --points measured.json",
@@ -52,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     plan, run, fit = add("plan", plan_ladder), add("run", run_ladder), add("fit", fit_ladder)
     run.add_argument("--nproc", type=positive, default=1, metavar="N", help="ranks of each run (1)")
     run.add_argument("--parallel", type=positive, default=1, metavar="N", help="runs at the same time (1)")
+    _add_hardware(plan)
     predict, report = add("predict", predict_ladder), add("report", report_ladder)
     predict.add_argument(
         "--flops", type=float, nargs="+", required=True, metavar="C", help="budgets, by the model's own count"
@@ -77,6 +79,15 @@ def _add(actions: Any, name: str, function: Callable[[argparse.Namespace], int])
     parser.add_argument("ladder", type=Path, metavar="LADDER.toml", help="the ladder: job, sizes, budgets, rules")
     parser.set_defaults(action=function)
     return parser
+
+
+def _add_hardware(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--memory", action="store_true", help="estimate the peak memory of each run, by a simulated step")
+    add("--gpu", metavar="NAME", help="memory, whether it fits, and hours at least on this GPU: h100, h200, b200 …")
+    add("--network", type=float, default=0.0, metavar="GBITS", help="Gbit/s of each GPU to other nodes (400)")
+    add("--calibrate", type=Path, metavar="FILE", help="calibration.json of a run, in place of data sheets")
+    add("--nproc", type=positive, default=1, metavar="N", help="ranks of each run (1)")
 
 
 def probability(text: str) -> float:
@@ -136,11 +147,22 @@ class _Files:
 
 
 def plan_ladder(options: argparse.Namespace) -> int:
-    """Show every run: parameters, tokens, steps, FLOPs, and what rules set; nothing is trained."""
+    """Show every run: parameters, tokens, steps, FLOPs, what rules set, memory and hours; nothing is trained."""
+    from forge_plugin_ladder.needs import Hardware, with_needs
     from forge_plugin_ladder.screen import plan_table
 
     files = _Files.of(options)
     runs = files.planned()
+    has_machine = options.gpu is not None or options.calibrate is not None
+    if options.network < 0 or (options.network and not has_machine):
+        raise JobError(f"--network {options.network:g}: must be above 0, and goes with --gpu or --calibrate")
+    if has_machine or options.memory:
+        hardware = Hardware(
+            ranks=options.nproc, gpu=options.gpu or "", network=options.network, calibration=options.calibrate
+        )
+        runs = with_needs(runs, files.base, files.catalog, hardware)
+    elif options.nproc > 1:
+        raise JobError("--nproc divides memory and time, which --memory, --gpu or --calibrate estimate")
     if options.json:
         print_json([asdict(run) for run in runs])
     else:

@@ -134,18 +134,28 @@ def _demand_names(runs: Sequence[Planned]) -> None:
 
 
 def _jobs(runs: Sequence[Planned], base: Path, catalog: Catalog) -> dict[str, Job]:
-    """The job of each run by its name; raises with every problem of every job, each once."""
-    problems: dict[Problem, None] = {}
+    """The job of each run by its name; raises with every problem of every job, each once with the runs that have it."""
+    problems: dict[Problem, list[str]] = {}
     jobs: dict[tuple[tuple[str, str], ...], Job] = {}
     # Seeds change nothing that a check looks at
-    for settings in {tuple(run.settings.items()) for run in runs}:
+    by_settings: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    for run in runs:
+        by_settings.setdefault(tuple(run.settings.items()), []).append(run.name)
+    for settings, names in by_settings.items():
         try:
             jobs[settings] = load_job(base, overrides=overrides(dict(settings)), catalog=catalog, world_size=1)
         except JobError as error:
-            problems |= dict.fromkeys(error.problems)
+            for problem in error.problems:
+                problems.setdefault(problem, []).extend(names)
     if problems:
-        raise JobError(problems)
-    return {run.name: jobs[tuple(run.settings.items())] for run in runs}
+        raise JobError([_of_runs(problem, names, len(runs)) for problem, names in problems.items()])
+    return {name: jobs[settings] for settings, names in by_settings.items() for name in names}
+
+
+def _of_runs(problem: Problem, names: Sequence[str], count: int) -> Problem:
+    if len(names) == count:
+        return problem
+    return evolve(problem, message=f"{problem.message} (in {', '.join(names)})")
 
 
 @frozen

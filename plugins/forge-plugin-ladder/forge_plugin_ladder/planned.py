@@ -33,6 +33,13 @@ class Planned:
     branch_points: Sequence[int] = ()
     """Steps after which shorter runs branch from this one."""
 
+    memory: int | None = None
+    """Bytes at the peak of the fullest rank; None: not estimated."""
+    hours: float | None = None
+    """At least, for the steps that it makes itself; None: not estimated."""
+    impossible: str = ""
+    """Why it cannot be trained on the hardware; empty: nothing is known against it."""
+
     @property
     def trained(self) -> float:
         """The part of its steps that a branch makes itself."""

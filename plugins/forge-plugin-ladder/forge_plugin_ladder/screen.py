@@ -39,9 +39,27 @@ def plan_table(runs: Sequence[Planned], is_branching: bool) -> str:
         head.append("branches from")
         for row, run in zip(rows, runs, strict=True):
             row.append(f"{run.trunk} at {run.branch_step:,}" if run.trunk else "")
+    for name, title, form in (("memory", "memory", _bytes), ("hours", "time at least", _duration)):
+        values = [getattr(run, name) for run in runs]
+        if any(value is not None for value in values):
+            head.append(title)
+            for row, value in zip(rows, values, strict=True):
+                row.append("" if value is None else form(value))
     warnings = dict.fromkeys(text for run in runs for text in run.warnings)
     lines = [columns([head, *rows]), "", *_totals(runs, is_branching)]
+    lines += [f"{run.name} is impossible: {run.impossible}" for run in runs if run.impossible]
     return "\n".join([*lines, *(f"warning: {text}" for text in warnings)])
+
+
+def _bytes(size: float) -> str:
+    return f"{size / 1e9:,.3g} GB" if size >= 1e9 else f"{size / 1e6:,.3g} MB"
+
+
+def _duration(hours: float) -> str:
+    for factor, unit in ((1, "h"), (60, "min")):
+        if hours * factor >= 1:
+            return f"{hours * factor:,.3g} {unit}"
+    return f"{hours * 3600:,.3g} s"
 
 
 def _totals(runs: Sequence[Planned], is_branching: bool) -> Iterator[str]:
@@ -52,6 +70,8 @@ def _totals(runs: Sequence[Planned], is_branching: bool) -> Iterator[str]:
         yield f"{own:.3g} FLOPs with trunks that are trained once"
     elif own < flops:
         yield f"runs of one size begin alike: with `trunk = true` they take {own:.3g} FLOPs, with the same results"
+    if all(run.hours is not None for run in runs):
+        yield f"{_duration(sum(run.hours or 0 for run in runs))} at least, one run after another"
 
 
 def _short(value: str) -> str:

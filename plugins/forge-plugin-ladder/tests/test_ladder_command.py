@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 from known_ladders import EXPONENT, ladder
@@ -100,6 +101,7 @@ def test_a_plan_has_every_run_with_its_size_and_budget(here, capsys):
         ("at_reference = 1e-3", "at_reference = -1", "at_reference"),
         ("seeds", "seed", "unknown key"),
         ("dim = 16", "dimm = 16", "dimm"),
+        ('"fixed"\nto = 2.9', '"power"\nat_reference = 100\ntokens = 320\nby_tokens = 2', "in small-1e08-seed-1, "),
         ("flops = [1e8]", "flops = [1.0001e8, 1.0002e8]", "2 runs are called small-1e08-seed-1"),
         ('"job.toml"', '"jobs.toml"', "jobs.toml"),
         ("seeds", "trunk = true\nseeds", "small-0.1x-seed-1 cannot .* shares 4 of its 20 steps: `scheduler` has"),
@@ -114,6 +116,34 @@ def test_mistakes_are_named_before_anything_is_trained(here, before, after, mess
     with pytest.raises(JobError, match=message):
         command(["plan", "ladder.toml"])
     assert not (here / "rungs").exists()
+
+
+def test_a_plan_has_memory_and_hours_of_plan_and_names_what_does_not_fit(here, capsys, monkeypatch):
+    # The optimizer's numbers change no tensor: both runs are simulated once
+    huge = '[sizes.huge]\ndim = 16384\n[rules."optimizer.lr"]\ntype = "power"\nat_reference = 1e-3\nby_tokens = -0.1\n'
+    (here / "job.toml").write_text(JOB.replace("cosine", "wsd"))
+    (here / "ladder.toml").write_text(TRUNK.replace("trunk = true", "").replace("[budgets]", huge + "[budgets]"))
+    assert command(["plan", "ladder.toml", "--gpu", "l40s", "--json"]) == ExitCode.FINISHED
+    small, longer, large, _ = json.loads(capsys.readouterr().out)
+    assert main(["plan", "job.toml", "--model.dim=8", "--gpu=l40s", "--json"]) == 0
+    [rank] = json.loads(capsys.readouterr().out)["ranks"]
+    assert small["memory"] == longer["memory"] == rank["peak"]
+    # l40s has 48 GB; weights, gradients and two moments of 16 bytes for each parameter are a lower bound
+    assert large["memory"] > 16 * large["parameters_total"] > 48e9
+    seconds = max(rank["seconds_at_least"].values())
+    assert [small["hours"], longer["hours"]] == pytest.approx([10 * seconds / 3600, 20 * seconds / 3600], rel=1e-12)
+    assert large["impossible"].startswith("does not fit: ")
+    assert small["impossible"] == ""
+    with pytest.raises(JobError, match="not in the table"):
+        command(["plan", "ladder.toml", "--gpu", "none"])
+    for wrong in (["--network", "3"], ["--nproc", "2"]):
+        with pytest.raises(JobError, match=wrong[0]):
+            command(["plan", "ladder.toml", *wrong])
+    monkeypatch.setitem(sys.modules, "forge_plugin_plan.estimate", None)
+    with pytest.raises(
+        JobError, match=r"by forge-plugin-plan, which is not installed\n.*pip install forge-plugin-plan"
+    ):
+        command(["plan", "ladder.toml", "--memory"])
 
 
 def test_points_of_ones_own_are_fitted_predicted_and_reported(here, capsys):
