@@ -27,8 +27,9 @@ init --tokenizer, init --from, inside lens path, inside lens --run, data picture
 resume run, resume --from, run --resume, run files, runs folders, inside sae run, inside sae files, show run, submit
 files, submit --preset, submit --status, inside taps store, watch runs, weights inspect folder, weights import folder,
 weights import --tokenizer, weights export run, weights verify first, weights verify second, weights verify --prompts,
-launch local --resume, launch local files, plan --calibrate, ladder plan ladder, ladder plan --calibrate, ladder run ladder,
-ladder fit ladder, ladder fit --points, ladder predict ladder, ladder predict --points, ladder report ladder, ladder report --points
+launch local --resume, launch local files, plan --calibrate, ladder plan ladder, ladder plan --calibrate,
+ladder run ladder, ladder fit ladder, ladder fit --points, ladder predict ladder, ladder predict --points,
+ladder report ladder, ladder report --points
 """
 OTHERS = {
     "doctor --output": "it makes a folder of its own there, and removes it",
