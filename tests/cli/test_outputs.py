@@ -29,7 +29,7 @@ files, submit --preset, submit --status, inside taps store, watch runs, weights 
 weights import --tokenizer, weights export run, weights verify first, weights verify second, weights verify --prompts,
 launch local --resume, launch local files, plan --calibrate, ladder plan ladder, ladder plan --calibrate,
 ladder run ladder, ladder fit ladder, ladder fit --points, ladder predict ladder, ladder predict --points,
-ladder report ladder, ladder report --points
+ladder report ladder, ladder report --points, ladder submit ladder, ladder submit --preset
 """
 OTHERS = {
     "doctor --output": "it makes a folder of its own there, and removes it",

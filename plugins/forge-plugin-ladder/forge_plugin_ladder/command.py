@@ -6,14 +6,15 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attrs import asdict, frozen
 
 from forge_core.cli.command_line import positive, with_examples
-from forge_core.contracts.errors import ExitCode, ForgeError, JobError
-from forge_core.plugins.catalog import Catalog
+from forge_core.contracts.errors import ExitCode, ForgeError, JobError, Problem
+from forge_core.plugins.catalog import Catalog, install_line
 from forge_kit.tools.json_output import add_json, print_json
 from forge_kit.tools.outputs import FOLDER_MARK, free_folder, write_output
 
@@ -24,11 +25,13 @@ if TYPE_CHECKING:
     from forge_plugin_ladder.points import Point
 
 HEADING = "train"
+LAUNCH, LAUNCH_NAME = "forge_plugin_launch", "forge-plugin-launch"
 POINTS, FIT, REPORT, PICTURE, RECORD = "points.json", "fit.json", "report.md", "report.png", "comparison.json"
 EXAMPLES = (
     "forge-run ladder plan ladder.toml",
     "forge-run ladder plan ladder.toml --gpu h100",
     "forge-run ladder run ladder.toml --parallel 2",
+    "forge-run ladder submit ladder.toml --preset=cluster.toml -- --qos=high",
     "forge-run ladder fit ladder.toml",
     "forge-run ladder fit ladder.toml --points measured.json",
     "forge-run ladder predict ladder.toml --flops 1e20 1e21",
@@ -41,7 +44,20 @@ def command(argv: list[str]) -> int:
 
     A job is trained at several sizes and budgets, a law of the loss is fitted, and the loss of larger budgets follows.
     """
-    options = _parser().parse_args(argv)
+    # Options of sbatch follow after `--`
+    own, further = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    if own[:1] == ["submit"] and find_spec(LAUNCH) is None:
+        # Before the options are read, of which most are its own
+        raise JobError(
+            [
+                Problem("", "runs are queued by forge-plugin-launch, which is not installed"),
+                *install_line([LAUNCH_NAME]),
+            ]
+        )
+    options = _parser().parse_args(own)
+    if further and options.action is not submit_ladder:
+        raise JobError(f"-- {further[0]}: options of sbatch, which `ladder submit` takes")
+    options.sbatch = further
     return options.action(options)
 
 
@@ -54,6 +70,14 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--nproc", type=positive, default=1, metavar="N", help="ranks of each run (1)")
     run.add_argument("--parallel", type=positive, default=1, metavar="N", help="runs at the same time (1)")
     _add_hardware(plan)
+    submit = add("submit", submit_ladder)
+    submit.usage = "forge-run ladder submit [OPTIONS] LADDER.toml [-- SBATCH OPTIONS]"
+    if find_spec(LAUNCH) is not None:
+        from forge_plugin_launch.slurm.submit import add_cluster_options
+
+        add_cluster_options(submit)
+    submit.add_argument("--at-once", type=positive, default=0, metavar="N", help="runs at the same time (all)")
+    submit.add_argument("--dry-run", action="store_true", help="print the scripts; nothing is written or queued")
     predict, report = add("predict", predict_ladder), add("report", report_ladder)
     predict.add_argument(
         "--flops", type=float, nargs="+", required=True, metavar="C", help="budgets, by the model's own count"
@@ -190,6 +214,24 @@ def run_ladder(options: argparse.Namespace) -> int:
         print(f"{name}: {reason}; its point is marked and not fitted")
     if failed:
         raise ForgeError(f"{len(failed)} of {len(runs)} runs failed: {', '.join(failed)}; see {files.out / 'logs'}")
+    return ExitCode.FINISHED
+
+
+def submit_ladder(options: argparse.Namespace) -> int:
+    """Queue the runs that have not finished on SLURM, as arrays; branches wait for their trunks."""
+    from forge_plugin_ladder.submission import Queue, submit
+    from forge_plugin_launch.slurm.submit import checked_options, cluster_of
+
+    files = _Files.of(options)
+    cluster, problems = cluster_of(options)
+    queue = Queue(
+        cluster=cluster,
+        problems=problems,
+        options=checked_options(options.sbatch),
+        at_once=options.at_once,
+        dry_run=options.dry_run,
+    )
+    submit(files.planned(), files.base, files.out, files.ladder.trunk, queue, partial(print, flush=True))
     return ExitCode.FINISHED
 
 

@@ -36,7 +36,7 @@ class Hardware:
 
 
 def with_needs(runs: Sequence[Planned], base: Path, catalog: Catalog, hardware: Hardware) -> list[Planned]:
-    """Returns the runs with peak memory of the fullest rank, hours, and why a run is impossible.
+    """Returns the runs with peak memory of the fullest rank, hours, and which does not fit.
 
     Args:
         runs: of a ladder.
@@ -58,6 +58,7 @@ def with_needs(runs: Sequence[Planned], base: Path, catalog: Catalog, hardware: 
         ) from None
     found: dict[tuple[tuple[str, str], ...], _Step] = {}
     machines = _Machines.read(hardware)
+    # A simulated step takes seconds, and budgets of one size mostly share it
     for run in runs:
         shape = _shape(run)
         if shape not in found:
@@ -71,7 +72,7 @@ class _Step:
 
     memory: int | None = None
     seconds: float | None = None
-    impossible: str = ""
+    remark: str = ""
 
 
 def _shape(run: Planned) -> tuple[tuple[str, str], ...]:
@@ -124,13 +125,14 @@ def _step(run: Planned, base: Path, catalog: Catalog, ranks: int, machines: _Mac
         # Without data, which need not be on the machine that plans
         job = load_job(base, overrides=overrides(run.settings), catalog=catalog, world_size=ranks, with_data=False)
         machine, plan = machines.of(job), make_plan(job, catalog, ranks)
+    # A wrong job is the user's mistake; what cannot be simulated may train all the same, and is noted
     except JobError:
         raise
     except ForgeError as error:
-        return _Step(impossible=str(error).splitlines()[0])
+        return _Step(remark=str(error).splitlines()[0])
     memory = plan.fullest.memory
     if memory is None:
-        return _Step(impossible=f"its step cannot be simulated: {plan.fullest.failure}")
+        return _Step(remark=f"its step cannot be simulated: {plan.fullest.failure}")
     seconds = None
     if machine is not None:
         # Of each rank the resource that takes longest, as all may overlap; of the ranks the slowest
@@ -138,10 +140,11 @@ def _step(run: Planned, base: Path, catalog: Catalog, ranks: int, machines: _Mac
         seconds = max(bound.seconds for rank in played for bound in bounds(rank, machine))
         if memory.peak > machine.memory:
             size = f"{memory.peak / 1e9:,.1f} GB of {machine.memory / 1e9:,.0f} GB ({machine.name})"
-            return _Step(memory=memory.peak, seconds=seconds, impossible=f"does not fit: {size}")
+            return _Step(memory=memory.peak, seconds=seconds, remark=f"does not fit: {size}")
     return _Step(memory=memory.peak, seconds=seconds)
 
 
 def _with_step(run: Planned, step: _Step) -> Planned:
+    # A branch makes the steps after its trunk's alone
     hours = None if step.seconds is None else step.seconds * run.steps * run.trained / 3600
-    return evolve(run, memory=step.memory, hours=hours, impossible=step.impossible)
+    return evolve(run, memory=step.memory, hours=hours, remark=step.remark)

@@ -37,8 +37,8 @@ class Planned:
     """Bytes at the peak of the fullest rank; None: not estimated."""
     hours: float | None = None
     """At least, for the steps that it makes itself; None: not estimated."""
-    impossible: str = ""
-    """Why it cannot be trained on the hardware; empty: nothing is known against it."""
+    remark: str = ""
+    """Why it does not fit the hardware, or why its memory is unknown; empty: neither."""
 
     @property
     def trained(self) -> float:

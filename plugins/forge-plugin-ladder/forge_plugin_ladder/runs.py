@@ -8,7 +8,8 @@ from pathlib import Path
 
 from attrs import evolve
 
-from forge_core.checkpoint.run_folder import storage_of
+from forge_core.checkpoint.run_folder import RunFolder, storage_of
+from forge_core.contracts.errors import ExitCode
 from forge_plugin_ladder.planned import Planned
 from forge_plugin_ladder.points import Point
 from forge_plugin_ladder.trunk import trunk_settings
@@ -42,6 +43,8 @@ def train(
     if is_branching:
         # All jobs before any run: a branch would otherwise be refused hours later
         trials, _ = check_jobs(trials, ranks)
+    # What SLURM has finished is not trained again
+    settle(comparison, trials)
     places = {run.name: out / RUNS / trial.name for run, trial in zip(runs, trials, strict=True)}
     whole = [trial for run, trial in zip(runs, trials, strict=True) if not (is_branching and run.trunk)]
     completed = comparison.train(whole)
@@ -52,7 +55,7 @@ def train(
                 trial
                 # Of a branch that has finished, the trunk may be gone
                 if trial.name in entries and entries[trial.name].digest == trial.digest
-                else _branch(trial, run, places[run.trunk], say)
+                else start_of(trial, run, places[run.trunk], say)
                 for run, trial in zip(runs, trials, strict=True)
                 if run.trunk
             ]
@@ -61,8 +64,8 @@ def train(
     return completed, failed
 
 
-def _branch(trial: Trial, run: Planned, trunk: Path, say: Callable[[str], object]) -> Trial:
-    """A run that starts from the checkpoint of its trunk."""
+def start_of(trial: Trial, run: Planned, trunk: Path, say: Callable[[str], object]) -> Trial:
+    """Returns a branch with the checkpoint of its trunk, a run folder, to start from."""
     storage = storage_of(trunk)
     steps = [step for step in storage.steps() if step <= run.branch_step]
     # An earlier checkpoint, or none, is the same run with more steps: a trunk may have failed, or have
@@ -73,10 +76,32 @@ def _branch(trial: Trial, run: Planned, trunk: Path, say: Callable[[str], object
     return evolve(trial, arguments=("--resume", str(storage.path(max(steps))))) if steps else trial
 
 
+def settle(comparison: Comparison, trials: Sequence[Trial]) -> None:
+    """Record how queued runs have ended; one without an end since then stays queued."""
+    changed = False
+    for trial in trials:
+        entry = comparison.record.entries.get(trial.name)
+        if entry is None or not entry.queued or entry.digest:
+            continue
+        end = RunFolder(comparison.out / RUNS / trial.name).end()
+        # An earlier end is of an attempt before
+        if end is None or end.ended < entry.queued_at:
+            continue
+        changed = True
+        entry.failed = end.code not in (ExitCode.FINISHED, ExitCode.STOPPED)
+        entry.ended = f"exit code {end.code}" if entry.failed else "interrupted"
+        if end.code == ExitCode.FINISHED:
+            entry.digest, entry.ended = entry.queued, ""
+    if changed:
+        comparison.record.write()
+
+
 def collect(runs: Sequence[Planned], base: Path, out: Path, unique_tokens: float, is_branching: bool) -> list[Point]:
     """Returns a point for each planned run; one without a loss has the reason."""
-    record, points = Comparison(out=out).record, []
+    comparison, points = Comparison(out=out), []
     trials = {run.name: trial for run, trial in zip(runs, trials_of(runs, base, out, is_branching), strict=True)}
+    settle(comparison, [*trials.values()])
+    record = comparison.record
     # With one budget more in the file, its runs are not in the record yet
     outcomes = {
         name: read_outcome(trial, out / RUNS / trial.name, record.entries[trial.name])
@@ -113,6 +138,7 @@ def collect(runs: Sequence[Planned], base: Path, out: Path, unique_tokens: float
 
 def _whole(branch: Outcome, trunk: Outcome) -> Outcome:
     """A branch with the steps of its trunk before its own, as a separate run has them in its metrics."""
+    # By tokens and not by `branch_step`: a branch may have started from an earlier checkpoint
     first = branch.tokens[0] if branch.tokens else math.inf
     before = sum(tokens < first for tokens in trunk.tokens)
     return evolve(

@@ -35,6 +35,7 @@ def plan_table(runs: Sequence[Planned], is_branching: bool) -> str:
         ]
         for run in runs
     ]
+    # A column that no run has a value in would only widen the table
     if is_branching:
         head.append("branches from")
         for row, run in zip(rows, runs, strict=True):
@@ -47,7 +48,7 @@ def plan_table(runs: Sequence[Planned], is_branching: bool) -> str:
                 row.append("" if value is None else form(value))
     warnings = dict.fromkeys(text for run in runs for text in run.warnings)
     lines = [columns([head, *rows]), "", *_totals(runs, is_branching)]
-    lines += [f"{run.name} is impossible: {run.impossible}" for run in runs if run.impossible]
+    lines += [f"{run.name}: {run.remark}" for run in runs if run.remark]
     return "\n".join([*lines, *(f"warning: {text}" for text in warnings)])
 
 

@@ -44,6 +44,7 @@ def with_trunks(runs: Sequence[Planned], jobs: Mapping[str, Job], is_demanded: b
         groups.setdefault((run.size, run.seed), []).append(run)
     found: dict[str, Planned] = {}
     for group in groups.values():
+        # The longest run is needed anyway; a trunk without a decay would be one more
         trunk = max(group, key=lambda run: run.steps)
         branches = []
         for run in group:
@@ -70,6 +71,7 @@ def shared_steps(trunk: Job, branch: Job, catalog: Catalog) -> tuple[int, str]:
         is_schedule = change.path.startswith(tuple(f"{path}." for path in schedules))
         if change.path != STEPS and not (is_schedule and change.means == "safe"):
             return 0, f"their jobs differ in {change}"
+    # Schedules are functions of the step and the run's length alone, so that no model is needed
     context = bare_context(branch, Layout(), catalog, torch.device("cpu"))
     pairs = {path: (context.build(others[path]), context.build(schedules[path])) for path in schedules}
     # A branch makes its last step itself: a run without a step would have no metrics

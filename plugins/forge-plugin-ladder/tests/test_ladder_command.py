@@ -132,8 +132,8 @@ def test_a_plan_has_memory_and_hours_of_plan_and_names_what_does_not_fit(here, c
     assert large["memory"] > 16 * large["parameters_total"] > 48e9
     seconds = max(rank["seconds_at_least"].values())
     assert [small["hours"], longer["hours"]] == pytest.approx([10 * seconds / 3600, 20 * seconds / 3600], rel=1e-12)
-    assert large["impossible"].startswith("does not fit: ")
-    assert small["impossible"] == ""
+    assert large["remark"].startswith("does not fit: ")
+    assert small["remark"] == ""
     with pytest.raises(JobError, match="not in the table"):
         command(["plan", "ladder.toml", "--gpu", "none"])
     for wrong in (["--network", "3"], ["--nproc", "2"]):

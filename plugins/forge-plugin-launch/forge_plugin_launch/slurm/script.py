@@ -90,8 +90,8 @@ def _directives(options: dict[str, object]) -> Iterator[str]:
             yield f"#SBATCH {shlex.quote(f'{option} {value}' if len(name) == 1 else f'{option}={value}')}"
 
 
-def array_text(scripts: Sequence[RunScript], at_once: int, output: Path) -> str:
-    """Returns the script of an array, of which each task becomes the script of one run."""
+def array_text(scripts: Sequence[RunScript], at_once: int, output: Path, after: Sequence[str] = ()) -> str:
+    """Returns the script of an array, of which each task becomes the script of one run; it waits for jobs `after`."""
     first = scripts[0]
     limit = f"%{at_once}" if at_once else ""
     own = {"job-name": f"{first.name}-array", "output": output, "array": f"0-{len(scripts) - 1}{limit}"}
@@ -102,6 +102,8 @@ def array_text(scripts: Sequence[RunScript], at_once: int, output: Path) -> str:
             "#!/bin/bash",
             f"# {MARK}: of `forge-run submit --array`; task N is run N of these.",
             *_directives(dict(own)),
+            # Not in the scripts of the runs, which are queued again when those jobs are long forgotten
+            *_directives({"dependency": f"afterany:{':'.join(after)}"} if after else {}),
             *shared_directives(first.cluster, excluded, first.work, first.options),
             "",
             f"scripts=({paths})",

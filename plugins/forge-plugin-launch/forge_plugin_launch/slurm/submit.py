@@ -62,10 +62,7 @@ def command(argv: list[str]) -> int:
     parser = argparse.ArgumentParser("forge-run submit", description=command.__doc__)
     add = parser.add_argument
     add("files", nargs="*", metavar="JOB.toml", help="job files, layered from left to right")
-    add("--preset", metavar="CLUSTER.toml", help="settings of the cluster: its table [submit]")
-    for name, help_ in OPTIONS.items():
-        number = name not in ("partition", "account", "time")
-        add(f"--{name}", type=positive if number else str, metavar="N" if number else "TEXT", help=help_)
+    add_cluster_options(parser)
     add("--array", metavar="JOBS", help="each job file is a separate run, one task of an array: jobs/*.toml")
     add("--at-once", type=positive, default=0, metavar="N", help="with --array: runs at the same time (all)")
     add("--dry-run", action="store_true", help="print the script; nothing is written or queued")
@@ -89,17 +86,32 @@ def command(argv: list[str]) -> int:
         raise JobError("--json prints the status of a run that was submitted: forge-run submit --status RUN --json")
     if parsed.at_once and parsed.array is None:
         raise JobError("--at-once limits an array: pass its job files with --array")
-    given = {name: getattr(parsed, name.replace("-", "_")) for name in OPTIONS}
-    settings = [f"{name.replace('-', '_')}={_toml(value)}" for name, value in given.items() if value is not None]
-    cluster, problems = read_cluster(parsed.preset, settings)
+    cluster, problems = cluster_of(parsed)
     groups = [[path] for path in _array_files(parsed.array, files)] if parsed.array is not None else [files]
     if groups == [[]]:
         raise JobError("name a job file: forge-run submit job.toml")
-    submission = Submission(groups=groups, overrides=overrides, cluster=cluster, options=_checked(options))
+    submission = Submission(groups=groups, overrides=overrides, cluster=cluster, options=checked_options(options))
     scripts = submission.check(problems)
     if parsed.array is None:
         return submission.single(scripts[0], parsed.dry_run)
     return submission.array(scripts, parsed.at_once, parsed.dry_run)
+
+
+def add_cluster_options(parser: argparse.ArgumentParser) -> None:
+    """Add the cluster file, and options for its keys, to a command that submits runs."""
+    parser.add_argument("--preset", metavar="CLUSTER.toml", help="settings of the cluster: its table [submit]")
+    for name, help_ in OPTIONS.items():
+        number = name not in ("partition", "account", "time")
+        parser.add_argument(
+            f"--{name}", type=positive if number else str, metavar="N" if number else "TEXT", help=help_
+        )
+
+
+def cluster_of(parsed: argparse.Namespace) -> tuple[Cluster, Sequence[Problem]]:
+    """Returns the cluster of these options, and the problems of its file."""
+    given = {name: getattr(parsed, name.replace("-", "_")) for name in OPTIONS}
+    settings = [f"{name.replace('-', '_')}={_toml(value)}" for name, value in given.items() if value is not None]
+    return read_cluster(parsed.preset, settings)
 
 
 def _toml(value: object) -> str:
@@ -113,7 +125,7 @@ def _array_files(pattern: str, more: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(files))
 
 
-def _checked(options: Sequence[str]) -> tuple[str, ...]:
+def checked_options(options: Sequence[str]) -> tuple[str, ...]:
     """Options of sbatch after `--`; a `JobError` names one that has an option here."""
     for option in options:
         if not option.startswith("-"):
@@ -134,16 +146,22 @@ class Submission:
     groups: Sequence[Sequence[str]]
     """Job files of each run."""
     overrides: Sequence[str]
+    """Of all runs."""
     cluster: Cluster
     options: tuple[str, ...] = field(default=())
+    own_overrides: Sequence[Sequence[str]] = ()
+    """Of each run alone; empty: none."""
+    arguments: Sequence[Sequence[str]] = ()
+    """Further arguments of `forge-run` of each run, such as the checkpoint to start from; empty: none."""
 
     def check(self, problems: Sequence[Problem]) -> list[RunScript]:
         """Check all jobs with the ranks that they will have; a `JobError` has every mistake of all of them."""
         catalog, found, scripts = Catalog.installed(), list(problems), list[RunScript]()
-        for files in self.groups:
+        none: Sequence[Sequence[str]] = [()] * len(self.groups)
+        for files, own, arguments in zip(self.groups, self.own_overrides or none, self.arguments or none, strict=True):
             try:
                 # A copy for each job, as only those without the hook get it here
-                words = [*self.overrides]
+                words = [*self.overrides, *own]
                 job = load_job(*files, overrides=words, catalog=catalog, world_size=self.cluster.world_size)
                 if not any(isinstance(hook, Slurm) for hook in job.hooks.values()) and "slurm" not in job.hooks:
                     # Read again with the hook, so that its defaults are checked with the job
@@ -153,7 +171,7 @@ class Submission:
                 found += error.problems
                 continue
             found += _run_problems(job, self.cluster)
-            scripts.append(self._script(job, [*files, *words]))
+            scripts.append(self._script(job, [*files, *words, *arguments]))
         found += _collisions(scripts)
         if found:
             # Jobs of an array share the cluster and the overrides, and so many of their mistakes
@@ -183,11 +201,18 @@ class Submission:
         self._announce(script, job)
         return ExitCode.FINISHED
 
-    def array(self, scripts: Sequence[RunScript], at_once: int, dry_run: bool) -> int:
-        """Queue runs as the tasks of one array, or print the scripts."""
+    def array(self, scripts: Sequence[RunScript], at_once: int, dry_run: bool, after: Sequence[str] = ()) -> int:
+        """Queue runs as the tasks of one array, or print the scripts.
+
+        Args:
+            scripts: of the runs.
+            at_once: tasks at the same time; 0: all.
+            dry_run: print, and write and queue nothing.
+            after: jobs that must have ended before, in whichever way.
+        """
         first = scripts[0]
         output, path = first.run.parent / "slurm-%A_%a.log", first.run.parent / f"{first.name}-array.sh"
-        text = array_text(scripts, at_once, output)
+        text = array_text(scripts, at_once, output, after)
         if dry_run:
             print("\n".join([text, *(f"# {script.run / SCRIPT}\n{script.text()}" for script in scripts)]), end="")
             return ExitCode.FINISHED

@@ -35,6 +35,10 @@ class Entry:
     """Of all its processes, over all of its starts."""
     peak_memory: int = 0
     """Bytes of the largest of its processes."""
+    queued: str = ""
+    """SHA-256 of the resolved job with which a scheduler has it; empty: none has."""
+    queued_at: float = 0.0
+    """Seconds since 1970."""
 
     def trial(self, name: str) -> Trial:
         """The run as it was started."""
@@ -70,6 +74,8 @@ class Record:
             failed=known.failed if known else False,
             cpu_seconds=known.cpu_seconds if known else 0.0,
             peak_memory=known.peak_memory if known else 0,
+            queued=known.queued if known else "",
+            queued_at=known.queued_at if known else 0.0,
         )
         return entry
 
