@@ -118,6 +118,10 @@ class SinkComponent(Component["Sink"]):
         """Returns the points that it receives, of those that the stage captures."""
         return matching(self.points or ("*",), list(taps.points))
 
+    def point_problems(self, points: Mapping[str, TapPoint]) -> Iterable[Problem]:
+        """Yields why it cannot use the points that it receives, by name and without gradients, relative to itself."""
+        return ()
+
     def build(self, context: BuildContext, taps: TapsInfo) -> Sink:
         """Build it, when the run begins; `taps` has its points only."""
         raise NotImplementedError

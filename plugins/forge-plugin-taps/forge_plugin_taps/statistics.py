@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Literal
 
 from attrs import field, frozen
@@ -16,13 +16,16 @@ if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.layout import Layout
     from forge_core.job import Job
+    from forge_kit.nn.taps import TapPoint
 
-SCALARS = ("norm", "mean", "variance", "kurtosis", "max", "dead", "not_finite")
+SCALARS = ("norm", "mean", "variance", "kurtosis", "max", "dead", "not_finite", "entropy")
+PATTERN = "pattern"
+"""Axes of points that are attention, of which alone there is an entropy."""
 POWERS = tuple(2.0**power for power in range(-8, 9))
 EDGES = (*(-edge for edge in reversed(POWERS)), 0.0, *POWERS)
 """Default edges: powers of two from 1/256 to 256 on both sides, and 0."""
 
-Scalar = Literal["norm", "mean", "variance", "kurtosis", "max", "dead", "not_finite"]
+Scalar = Literal["norm", "mean", "variance", "kurtosis", "max", "dead", "not_finite", "entropy"]
 
 
 @frozen(kw_only=True)
@@ -37,6 +40,9 @@ class Statistics(SinkComponent):
     - `max`: the largest absolute value;
     - `dead`: share of units that no sample activates, by more than `dead_below`;
     - `not_finite`: number of values that are infinite or NaN; the others are then of no use, and written as "nan";
+    - `entropy`: of attention (points `pattern`) alone: mean over samples and heads of -Σ p log p over keys, in nats. It
+      is 0 where a query attends to one key, and log(i + 1) where query i attends to all alike. The share that a sink of
+      attention has is no key's;
     - `histogram`: number of values in each bin, from below the first edge to the last edge and above.
     """
 
@@ -45,7 +51,7 @@ class Statistics(SinkComponent):
     dead_below: float = field(default=0.0, validator=ge(0))
     """Largest absolute value of a unit that is not active."""
     log: tuple[Scalar, ...] = field(default=("norm",), validator=deep_iterable(in_(SCALARS)))
-    """Scalars to put into the lines of metrics, as `taps/POINT/norm`, …"""
+    """Scalars to put into the lines of metrics, as `taps/POINT/norm`, …; `entropy` of points `pattern`."""
     file: str = field(
         default="taps/statistics.jsonl", validator=matches_re(r".+\.jsonl"), metadata=when_resumed("safe")
     )
@@ -59,6 +65,12 @@ class Statistics(SinkComponent):
         others = [sink for stage in stages for sink in getattr(stage, "sinks", {}).values()]
         if sum(isinstance(sink, Statistics) and sink.file == self.file for sink in others) > 1:
             yield Problem("file", f"{self.file!r} is also used by another sink; give each statistics sink its own")
+
+    def point_problems(self, points: Mapping[str, TapPoint]) -> Iterable[Problem]:
+        """Checks that entropy is logged of some point."""
+        if "entropy" in self.log and not any(point.side == PATTERN for point in points.values()):
+            message = "has entropy, and none of the points that the sink receives is attention"
+            yield Problem("log", f"{message}; add layers.*.pattern to parallel.taps.points, or leave it out")
 
     def build(self, context: BuildContext, taps: TapsInfo) -> Sink:
         """Imports torch only here: a job is checked without it."""

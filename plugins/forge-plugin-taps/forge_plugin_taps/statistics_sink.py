@@ -16,13 +16,17 @@ from torch import Tensor
 from forge_core.metrics.jsonl import JsonLines
 from forge_core.parallel.mesh import global_rank, world_size
 from forge_plugin_taps.kinds import Sink
-from forge_plugin_taps.statistics import SCALARS
+from forge_plugin_taps.statistics import PATTERN, SCALARS
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
     from forge_plugin_taps.kinds import TapsInfo
     from forge_plugin_taps.samples import LocalPart, Sample
     from forge_plugin_taps.statistics import Statistics
+
+
+FIRST = 3
+"""Number of sums of a point that precede the sums of its samples."""
 
 
 @frozen(eq=False)
@@ -45,6 +49,9 @@ class StatisticsSink(Sink):
         self.settings, self.context = settings, context
         self.units: dict[str, int] = {}
         """U of each point."""
+        self.heads: dict[str, int] = {}
+        """Heads of each point that is attention, of which alone there is an entropy."""
+        self._patterns = {name for name, point in taps.points.items() if point.axes == PATTERN}
         self.edges = torch.tensor(settings.edges, dtype=torch.float64, device=context.device)
         self.logged: dict[str, Tensor] = {}
         self._lines: Any = None
@@ -68,16 +75,20 @@ class StatisticsSink(Sink):
         if not names:
             return
         own = {name: _own(part) for name in names if (part := sample.local(name)) is not None}
-        self.units = {name: math.prod(sample.shape(name)[1:]) for name in names}
-        sums = self._all_reduce({name: self._sums(own.get(name), len(sample)) for name in names})
+        shapes = {name: sample.shape(name) for name in names}
+        self.units = {name: math.prod(shape[1:]) for name, shape in shapes.items()}
+        self.heads = {name: shapes[name][1] for name in names if name in self._patterns}
+        sums = self._all_reduce({name: self._sums(own.get(name), len(sample), name in self.heads) for name in names})
         largest = self._all_reduce({name: self._largest(own.get(name), self.units[name]) for name in names}, "MAX")
         means = {name: sums[name][1] / self._count(name, sample) for name in names}
         # A second pass over the values, as central moments need the mean of all ranks first
         powers = self._all_reduce({name: _central(own.get(name), means[name]) for name in names})
         counts = {name: self._count(name, sample) for name in names}
         points = {name: self._figures(sums[name], largest[name], powers[name], counts[name]) for name in names}
-        chosen = [(key, SCALARS.index(key)) for key in self.settings.log]
-        self.logged = {f"taps/{name}/{key}": points[name][0][at] for name in names for key, at in chosen}
+        for name, heads in self.heads.items():
+            points[name][0][SCALARS.index("entropy")] /= len(sample) * heads
+        chosen = [(name, key) for name in names for key in self.settings.log if self._has(name, key)]
+        self.logged = {f"taps/{name}/{key}": points[name][0][SCALARS.index(key)] for name, key in chosen}
         if self._lines is not None:
             figures = torch.stack([torch.cat(parts) for parts in points.values()])
             # Read in `settle`: the step does not wait for the copy
@@ -103,19 +114,24 @@ class StatisticsSink(Sink):
             self._lines.close()
             self._lines = None
 
+    def _has(self, name: str, scalar: str) -> bool:
+        return scalar != "entropy" or name in self.heads
+
     def _count(self, name: str, sample: Sample) -> int:
         return len(sample) * self.units[name]
 
-    def _sums(self, own: Own | None, samples: int) -> Tensor:
-        """(2 + N + K): number of values that are not finite, sum, squared norm of each sample, histogram."""
-        sums = self._zeros(2 + samples + len(self.edges) + 1)
+    def _sums(self, own: Own | None, samples: int, attention: bool) -> Tensor:
+        """(FIRST + N + K): values that are not finite, sum, entropies, squared norm of each sample, histogram."""
+        sums = self._zeros(FIRST + samples + len(self.edges) + 1)
         if own is not None and own.counted:
             sums[0] = (~own.values.isfinite()).sum()
             sums[1] = own.values.sum()
-            sums[2 + own.index] = own.values.square().sum(1)
+            if attention:
+                sums[2] = torch.special.entr(own.values).sum()  # -x log x, and 0 of 0
+            sums[FIRST + own.index] = own.values.square().sum(1)
             # By adding ones, and zeros for non-finite values: a selection, or `bincount`, would wait for the device
             bins = torch.bucketize(own.values.nan_to_num().flatten(), self.edges)
-            sums[2 + samples :].scatter_add_(0, bins, own.values.isfinite().double().flatten())
+            sums[FIRST + samples :].scatter_add_(0, bins, own.values.isfinite().double().flatten())
         return sums
 
     def _largest(self, own: Own | None, units: int) -> Tensor:
@@ -137,19 +153,19 @@ class StatisticsSink(Sink):
         return dict(zip(parts, whole.split([len(part) for part in parts.values()]), strict=True))
 
     def _figures(self, sums: Tensor, largest: Tensor, powers: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """`SCALARS` in order, and the histogram."""
+        """`SCALARS` in order, of which the entropy is still a sum, and the histogram."""
         bins = len(self.edges) + 1
         variance = powers[0] / count
         kurtosis = torch.where(variance > 0, powers[1] / count / variance.square(), math.nan)
         dead = (largest <= self.settings.dead_below).double().mean()
-        norm = sums[2:-bins].sqrt().mean()
-        scalars = [norm, sums[1] / count, variance, kurtosis, largest.max(), dead, sums[0]]
+        norm = sums[FIRST:-bins].sqrt().mean()
+        scalars = [norm, sums[1] / count, variance, kurtosis, largest.max(), dead, sums[0], sums[2]]
         return torch.stack(scalars), sums[-bins:]
 
     def _write(self, step: int, names: Sequence[str], figures: Tensor) -> None:
         lines = {}
         for name, row in zip(names, figures.tolist(), strict=True):
-            scalars = dict(zip(SCALARS, row[: len(SCALARS)], strict=True))
+            scalars = {key: value for key, value in zip(SCALARS, row, strict=False) if self._has(name, key)}
             lines[name] = {
                 # JSON has no number that is infinite or NaN
                 **{key: value if math.isfinite(value) else str(value) for key, value in scalars.items()},

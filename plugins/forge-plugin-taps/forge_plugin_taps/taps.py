@@ -88,6 +88,10 @@ class Taps(ParallelComponent):
         captured += [name + GRADIENT for name in matching(self.gradients, gradients)]
         for name, sink in self.sinks.items():
             yield from selection_problems(f"sinks.{name}.points", sink.points, captured)
+            received = {
+                point: declared[point] for point in matching(sink.points or ("*",), captured) if point in declared
+            }
+            yield from (problem.below(f"sinks.{name}") for problem in sink.point_problems(received))
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         """Checks that it is known how ranks divide activations, and that each sink receives a step of the job."""

@@ -34,7 +34,8 @@ def job(folder, catalog=None, parallel=None, points=("layers.*",), positions=3, 
     defaults = {"steps": 6, "global_batch_size": 8, "micro_batch_size": 2, "precision": "fp64"}
     changes = {"data": {"sources": (Numbers(ignored=1),)}, **defaults, **changes}
     changes["job"] = {"name": "run", **changes.get("job", {})}
-    return tiny_job(str(folder), catalog, model=Stranger(), parallel={"taps": taps, **(parallel or {})}, **changes)
+    changes = {"model": Stranger(), **changes}
+    return tiny_job(str(folder), catalog, parallel={"taps": taps, **(parallel or {})}, **changes)
 
 
 def run(made, **options):

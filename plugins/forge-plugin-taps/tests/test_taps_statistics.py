@@ -11,11 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from scipy.stats import kurtosis
+from scipy.stats import entropy, kurtosis
 from taps_stranger import job, run
 
-from forge_plugin_taps import Statistics, Store
+from forge_plugin_taps import PointInfo, Statistics, Store
 from forge_plugin_taps.samples import LocalPart
+from forge_plugin_transformer import GroupedQueryAttention, Transformer
 from forge_testing.laws import Case, layout_law
 from forge_testing.layouts import LAYOUTS, LayoutCase
 from forge_testing.refusals import at, check_problems, problems_of
@@ -81,6 +82,45 @@ def the_same(ranks, alone):
 test_layouts = layout_law(Case("statistics", observe=figures, compare=the_same, layouts=DIVIDED))
 
 
+MODEL = Transformer(vocab_size=32, dim=16, layers=2, attention=GroupedQueryAttention(heads=4))
+
+
+def attention(folder, layout, **sinks):
+    sinks = {"statistics": Statistics(log=("entropy", "max")), **sinks}
+    run(job(folder, points=("layers.*.pattern", "layers.*.z"), sinks=sinks, parallel=layout, model=MODEL, steps=2))
+    return lines(folder / "run") if not dist.is_initialized() or dist.get_rank() == 0 else []
+
+
+def test_the_entropy_of_attention_is_a_mean_over_queries_and_heads(tmp_path):
+    [line] = attention(tmp_path, {}, store=Store())
+    logged = {name: value for each in lines(tmp_path / "run", "metrics.jsonl") for name, value in each.items()}
+    for name in ("layers.0.pattern", "layers.1.pattern"):
+        values = load_file(tmp_path / f"run/taps/step-2/{name}.safetensors")[name].numpy()
+        assert values.shape[:2] == (24, 4)
+        expected = entropy(values, axis=-1).mean()
+        assert line["points"][name]["entropy"] == pytest.approx(expected, rel=1e-12)
+        assert logged[f"taps/{name}/entropy"] == line["points"][name]["entropy"]
+    assert "entropy" not in line["points"]["layers.0.z"]
+    assert "taps/layers.0.z/entropy" not in logged
+    assert logged["taps/layers.0.z/max"] > 0
+
+
+ATTENTION = {"tp": DIVIDED["pp2_tp2"], "cp": LAYOUTS["fsdp2_cp2"]}
+test_entropies = layout_law(
+    Case(
+        "entropy",
+        observe=lambda f, layout: attention(f, layout.get("parallel", {})),
+        compare=the_same,
+        layouts=ATTENTION,
+    )
+)
+
+
+def test_entropy_of_points_without_attention_is_refused(tmp_path):
+    made = job(tmp_path, sinks={"statistics": Statistics(log=("entropy",))})
+    check_problems(problems_of(made), at("parallel.taps.sinks.statistics.log", "entropy", "layers.*.pattern"))
+
+
 def test_a_run_that_continues_has_each_line_once(alone, tmp_path):
     keys = {"sinks": {"statistics": Statistics(dead_below=0.3)}, "checkpoint": {"interval": 3}}
     run(made := job(tmp_path, **keys))
@@ -93,7 +133,7 @@ def test_values_that_are_not_finite_are_counted():
     values = torch.tensor([[1.0, torch.nan], [torch.inf, -3.0]])
     part = LocalPart(values, torch.arange(2), None, True)
     context = SimpleNamespace(folder=None, device=torch.device("cpu"))
-    taps = SimpleNamespace(points={"x": None})
+    taps = SimpleNamespace(points={"x": PointInfo("rest", None)})
 
     class Two:
         step, tokens, points = 1, {}, ("x",)

@@ -8,16 +8,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-import torch
 from attrs import frozen
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from forge_core.contracts.runtime import StepOutput
-from forge_core.devices import query_device
 from forge_core.parallel.layout import micro_batches
 from forge_core.parallel.mesh import gather_objects, global_rank
 from forge_kit.nn.recomputing import Recomputing
+from forge_kit.nn.step_state import StepState
 from forge_kit.torch_internals import reduce_gradients
 from forge_plugin_resilience.sdc.digests import bit_sums, digest, norms
 from forge_plugin_resilience.sdc.faults import CorruptionError, Fault, named
@@ -49,7 +48,7 @@ class CheckedExecutor:
         """Compute a step; if it is due, twice on all ranks, and a third time if they differ on any. Collective then."""
         if not self._plugin.checked.due:
             return self._inner.train_step(batches, denominator)
-        before = Before(self._model, self._context.device)
+        before = StepState(self._model, self._context.device)
         output, first = self._compute(batches, denominator)
         before.restore()
         # What modules count in it is counted already.
@@ -208,25 +207,3 @@ class _LocalGradients:
                 self.figures[name] = self.figures.get(name, 0) + value
 
         return add
-
-
-class Before:
-    """Generators and buffers as they were before a step, and no gradients."""
-
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._model, self._device = model, device
-        self._generator = torch.get_rng_state()
-        self._device_generator = query_device(device, "get_rng_state")
-        # A forward pass may change buffers, such as running statistics, as it advances the generators
-        self._buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Put them back, so that a step is computed as if for the first time."""
-        torch.set_rng_state(self._generator)
-        if self._device_generator is not None:
-            torch.get_device_module(self._device).set_rng_state(self._device_generator, self._device)
-        for name, buffer in self._model.named_buffers():
-            buffer.copy_(self._buffers[name])
-        for parameter in self._model.parameters():
-            parameter.grad = None

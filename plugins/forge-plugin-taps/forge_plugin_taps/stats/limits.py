@@ -48,12 +48,13 @@ class Limit:
         return fnmatchcase(name, self.metric)
 
     def bounds(self) -> str:
-        """What is allowed, for people: `at most 0.01`."""
+        """The allowed range in words: `at most 0.01`."""
         parts = ("at least", self.below), ("at most", self.above)
         return ", ".join(f"{words} {bound:g}" for words, bound in parts if bound is not None)
 
     def words(self, value: float) -> str:
         """How a value is beyond the limit; empty: it is within."""
+        # No comparison with NaN holds, so it would pass as within
         if math.isnan(value):
             return "is nan"
         if self.above is not None and value > self.above:
@@ -92,9 +93,11 @@ class Limits:
                 message = f"limits.{number}.metric {limit.metric!r} matches no number of step {context.step}"
                 raise ForgeError(f"training_stats: {message}{did_you_mean(limit.metric, known)}")
         names = [name for name in known if any(limit.matches(name) for limit in self._limits)]
+        # Hooks may log plain numbers, too
         values = [torch.as_tensor(known[name], dtype=torch.float64) for name in names]
         home = context.build.device
         together = torch.stack([value.detach().reshape(()).to(home, non_blocking=True) for value in values])
+        # On the stream of the copy, so that nothing else is waited for later
         copied = torch.get_device_module(home).Event()
         on_host = together.to("cpu", non_blocking=True)
         copied.record()

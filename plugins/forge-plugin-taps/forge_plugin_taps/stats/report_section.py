@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 
 from attrs import frozen
 
-from forge_kit.tools.report_sections import Block, Cell, HeatMap, ReportRun, ReportSection, Table, finite
+from forge_kit.tools.report_sections import Block, Cell, Chart, HeatMap, Line, ReportRun, ReportSection, Table, finite
 from forge_plugin_taps.stats.limits import Limit
+from forge_plugin_taps.stats.noise_scale import NOISE
 from forge_plugin_taps.stats.training_stats import GRADIENT, PREFIX, RATIO, UPDATE, WEIGHT, WHOLE
 
 SHOWN = 120
@@ -27,14 +28,16 @@ Row = Mapping[str, Any]
 class TrainingStatsSection(ReportSection):
     """Ratios of updates to weights, and growth of weights and gradients, by layer and role; limits that were left.
 
-    From the lines of metrics, by the hook `training_stats`.
+    From the lines of metrics, by the hook `training_stats`; the noise scale by the plugin `noise_scale`.
     """
 
     title: ClassVar[str] = "What training does"
     place: ClassVar[float] = 54.0
 
     def blocks(self, runs: Sequence[ReportRun]) -> Iterable[Block]:
-        """Returns maps, the last figures and what was beyond a limit, run by run; runs without the hook have none."""
+        """Yields the noise scale of all runs, then maps, last figures and what was beyond a limit, run by run."""
+        if noise := [line for run in runs if (line := _noise(run))]:
+            yield Chart(title="Gradient noise scale, tokens", name=NOISE, lines=noise)
         for run in runs:
             rows = [row for row in run.metrics if f"{WEIGHT}/{WHOLE}" in row]
             if rows:
@@ -46,6 +49,12 @@ class TrainingStatsSection(ReportSection):
                 yield Table(
                     title=f"{run.name}: beyond a limit", head=["number", "limit", "steps", "first", "last"], rows=broken
                 )
+
+
+def _noise(run: ReportRun) -> Line | None:
+    # NaN where the estimate of the square is not positive: a gap in the curve
+    rows = [(row["step"], value) for row in run.metrics if (value := finite(row.get(NOISE))) is not None]
+    return Line(run=run, x=[step for step, _ in rows], y=[value for _, value in rows]) if rows else None
 
 
 def _groups(row: Row, kind: str) -> list[str]:

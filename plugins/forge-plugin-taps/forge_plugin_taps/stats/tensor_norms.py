@@ -30,6 +30,7 @@ class TensorNorms:
             device: of the sums.
             by: "role", "part" or "parameter", as `TrainingStats.by`.
         """
+        # A rank of a pipeline may list a tied parameter by its other name, which the first rank does not have
         roles, ties = _roles(model), dict(model.tied_parameters())
         named = [
             (ties.get(name, name), name, each) for name, each in model.named_parameters() if each.is_floating_point()
@@ -63,7 +64,8 @@ class TensorNorms:
         zero = torch.zeros((), device=self._device, dtype=torch.float64)
         norms = [zero if tensor is None else self._norm(tensor) for tensor in tensors]
         sums = torch.zeros(len(self.groups), device=self._device, dtype=torch.float64)
-        if not norms:  # a rank of a pipeline may have no parameter
+        # `stack` takes no empty list, and a rank of a pipeline may have no parameter
+        if not norms:
             return sums
         return sums.index_add_(0, self._index, torch.stack(norms).square() * self._shares)
 
@@ -93,7 +95,7 @@ def _sizes(parameter: nn.Parameter) -> tuple[int, int]:
 
 
 def _group(name: str, role: Role, by: str) -> str:
-    """The group of a parameter: its layer, and what is grouped within."""
+    """The group of a parameter: its layer, and the group within."""
     parts = name.split(".")
     # The first number: experts of a layer may be numbered, too
     at = next((number for number, part in enumerate(parts) if part.isdigit()), 0)

@@ -102,20 +102,23 @@ class TrainingStats(TrainingHook):
             return
         if self.updates:
             self._sampled.append(self._norms.changes(self._before))
+        # One collective for all kinds: latency, and not size, is what it costs
         kinds = (WEIGHT, GRADIENT, UPDATE)
         norms = dict(zip(kinds, self._norms.over_ranks(self._sampled), strict=False))
         if self.updates:
             weight = norms[WEIGHT]
+            # 0 and not infinite for weights of 0, such as new adapters, which would be beyond every limit
             norms[RATIO] = (norms[UPDATE] / weight).where(weight > 0, 0.0)
         self._forget()
         groups = [*self._norms.groups, WHOLE]
+        # As tensors on the device, which the line takes along without a wait
         for kind, values in norms.items():
             for group, value in zip(groups, values.unbind(), strict=True):
                 context.log(f"{kind}/{group}", value)
         self._limits.note(context)
 
     def on_checkpoint_begin(self, context: TrainContext) -> None:
-        """Judges what is left, as the run may end with this save; a save waits for the device as well."""
+        """Judges the numbers of the last sampled step, as the run may end with this save, which waits anyhow."""
         self._limits.settle(context)
 
     def _forget(self) -> None:

@@ -12,10 +12,10 @@ MODEL = Transformer(vocab_size=32, dim=16, layers=2, attention=GroupedQueryAtten
 SIZES = {"steps": 4, "global_batch_size": 8, "micro_batch_size": 2, "precision": "fp64"}
 
 
-def job(folder, hook, catalog=None, hooks=None, **changes):
+def job(folder, hook=None, catalog=None, **changes):
     tables = {"model": MODEL, "data": {"sources": (Numbers(ignored=1),)}, "checkpoint": {"interval": 0}}
     changes = {**tables, **SIZES, **changes}
-    return tiny_job(str(folder), catalog, hooks={"training_stats": hook, **(hooks or {})}, **changes)
+    return tiny_job(str(folder), catalog, hooks={"training_stats": hook} if hook else {}, **changes)
 
 
 def lines(made, *hooks):

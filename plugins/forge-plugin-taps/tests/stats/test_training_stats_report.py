@@ -8,7 +8,7 @@ import pytest
 from stats_jobs import job, lines, stats
 
 from forge_kit.tools.report_sections import HeatMap, ReportRun, Table
-from forge_plugin_taps.stats import Limit
+from forge_plugin_taps.stats import Limit, NoiseScale
 from forge_plugin_taps.stats.report_section import TrainingStatsSection
 
 
@@ -19,8 +19,10 @@ def blocks(folder):
 @pytest.mark.filterwarnings("ignore:training_stats")
 def test_maps_have_each_group_and_step_and_the_table_the_last_figures(tmp_path):
     limits = (Limit(metric="stats/update_ratio/layers.*/matrix", above=1e-9), Limit(metric="loss", below=1.0))
-    found = lines(job(tmp_path, stats(limits=limits)))
-    ratio, weight, gradient, table, broken = blocks(tmp_path / "run")
+    found = lines(job(tmp_path, stats(limits=limits), plugins={"noise_scale": NoiseScale(interval=2)}))
+    noise, ratio, weight, gradient, table, broken = blocks(tmp_path / "run")
+    [line] = noise.lines
+    assert dict(zip(line.x, line.y, strict=True)) == {step: found[step]["stats/noise_scale"] for step in (2, 4)}
     groups = ["embedding/embedding", "head/head", "layers.0/matrix", "layers.0/norm"]
     assert [each.rows[:4] for each in (ratio, weight, gradient)] == [groups] * 3
     assert ratio.values[2] == pytest.approx(
