@@ -29,7 +29,8 @@ files, submit --preset, submit --status, inside taps store, watch runs, weights 
 weights import --tokenizer, weights export run, weights verify first, weights verify second, weights verify --prompts,
 launch local --resume, launch local files, plan --calibrate, ladder plan ladder, ladder plan --calibrate,
 ladder run ladder, ladder fit ladder, ladder fit --points, ladder predict ladder, ladder predict --points,
-ladder report ladder, ladder report --points, ladder submit ladder, ladder submit --preset
+ladder report ladder, ladder report --points, ladder submit ladder, ladder submit --preset,
+ladder check-coordinates files
 """
 OTHERS = {
     "doctor --output": "it makes a folder of its own there, and removes it",
@@ -39,6 +40,7 @@ OUTPUTS = {
     "inside attention --out": "inside attention RUN --prompt a --out={}.png",
     "checkpoints RUN export --out": "checkpoints RUN export --out={}",
     "checkpoints RUN merge --out": "checkpoints RUN merge --steps 1,2 --out={}",
+    "ladder check-coordinates --out": "ladder check-coordinates JOB.toml --out={}.png",
     "compare --out": "compare JOB.toml --out={}",
     "doctor drill --out": "doctor drill JOB.toml --out={}",
     "evaluate --out": "evaluate RUN --tasks a --out={}",

@@ -40,7 +40,7 @@ EXAMPLES = (
 
 
 def command(argv: list[str]) -> int:
-    """Predict larger runs from small ones, with intervals.
+    """Predict larger runs from small ones.
 
     A job is trained at several sizes and budgets, a law of the loss is fitted, and the loss of larger budgets follows.
     """

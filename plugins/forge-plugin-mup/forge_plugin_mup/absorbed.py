@@ -65,6 +65,7 @@ def _of_scores(compared: Comparison, model: Model, base: Model) -> Iterator[tupl
     """Scores are a sum over a head's features, which agree once trained: 1 / E in place of 1 / sqrt(E)."""
     if not (isinstance(model, NamesScoreWeights) and isinstance(base, NamesScoreWeights)):
         return
+    # By names, since layers of the base are fewer: a twin is a module of the base and a key
     modules = {module: name for name, module in base.named_modules()}
     known = {frozenset(names): sizes for names, *sizes in base.score_weights()}
     widths = {sizes[0] for sizes in known.values()}

@@ -65,6 +65,8 @@ def scale_initial_values(
 class _Drawn:
     """`init_parameter` of a module."""
 
+    # On the instance and not in a derived class: stages such as fsdp exchange the class of a module
+
     def __init__(self, own: Any, twins: Mapping[str, tuple[Any, str]], factors: Mapping[str, float]) -> None:
         self.own, self.twins, self.factors = own, twins, factors
 

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from forge_plugin_mup.shapes import Comparison
     from forge_plugin_mup.tables import Factors
 
+LAYERS = "layers"
+"""Key of the number of layers, as models have it."""
+
 
 @define(kw_only=True, slots=False)
 class MuP(Plugin):
@@ -108,6 +111,12 @@ class MuP(Plugin):
             if place not in found:
                 found[place] = factors(place, optimizer.update_size, self._comparison.depth, self.parametrization)
         return {name: found[place] for name, place in self._comparison.places.items()}
+
+    def grows(self, axis: str) -> bool:
+        """Returns whether the base names a key that grows with the width, or the depth."""
+        # Of tables only the width: layers are the model's own
+        names = [key for key, value in self.base.items() if type(value) is int or isinstance(value, Mapping)]
+        return (LAYERS in names) if axis == "depth" else any(name != LAYERS for name in names)
 
     def choices(self, context: BuildContext) -> Iterable[tuple[str, str, str]]:
         """Yields the factors, with the parameters that have them."""

@@ -12,8 +12,7 @@ from forge_core import JobError, Problem
 from forge_core.contracts.errors import listed
 from forge_core.contracts.model import Model
 from forge_core.contracts.optimizer import NamedParameters
-
-LAYERS = "layers"
+from forge_plugin_mup.mup import LAYERS
 
 
 @frozen(order=True)

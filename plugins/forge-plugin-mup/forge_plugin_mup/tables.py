@@ -60,5 +60,5 @@ def factors(place: Place, size: UpdateSize, depth: float, parametrization: Param
         # As the elements of gradients: each output of a wider model has a smaller part in the loss, and so has a block
         # of a deeper one
         epsilon = 1 / (place.output_ratio * (depth if place.in_block else 1) * place.absorbed)
-    # What a step takes away, rate times decay, stays as it is
+    # Decoupled decay is multiplied by the rate: what a step takes away, rate times decay, stays as it is
     return Factors(rate=rate, decay=1 / rate, epsilon=epsilon, initial=initial(place))

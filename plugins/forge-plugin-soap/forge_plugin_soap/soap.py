@@ -9,11 +9,13 @@ from attrs.validators import ge, gt, lt, optional
 
 from forge_core.contracts.components import OptimizerComponent, when_resumed
 from forge_kit.optim import fields
+from forge_kit.optim.update_size import elementwise
 
 if TYPE_CHECKING:
     import torch
 
     from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.model import Role
     from forge_core.contracts.optimizer import NamedParameters
 
 
@@ -69,6 +71,11 @@ class SOAP(OptimizerComponent):
 
     def waits(self) -> str:
         return f"one every {self.precondition_frequency} updates, for the bases of SOAP"
+
+    def update_size(self, role: Role, outputs: int, inputs: int) -> float:
+        """See `forge_kit.optim.update_size.HasUpdateSize`."""
+        # As Adam's, by measurement (docs/log.md): bases follow the gradients too slowly to make updates orthogonal
+        return elementwise(inputs)
 
     def build(self, context: BuildContext, parameters: NamedParameters) -> torch.optim.Optimizer:
         from forge_kit.optim.matrix_optimizer import divide
