@@ -18,8 +18,8 @@ LAYERS = {
     **{f"vlm-{size}": (f"vlm-{size}", "vlm-stages") for size in ("0.5b", "2b", "8b")},
 }
 """Files that go with others."""
-PARTS = ("continue-smollm2", "vlm-stages")
-"""Files that need a model: that of an import, or of the files above."""
+PARTS = ("continue-smollm2", "ladder", "vlm-stages")
+"""Files that need a model: that of an import, or of the files above; and a ladder, which has a job."""
 NAMES = sorted({path.stem for path in (ROOT / "configs").glob("*.toml")} - {*PARTS})
 RANKS = {"8b": 8, "2b": 8}
 REFERENCES = {"dpo": {"loss.reference": "configs"}, "sft": {"data.tokenizer": {"type": "bytes"}}}
@@ -49,6 +49,16 @@ def test_it_passes_the_check(name: str, monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("path", sorted((ROOT / "tests/benchmarks").glob("*.toml")), ids=lambda path: path.stem)
 def test_the_job_of_a_benchmark_passes_the_check(path: Path) -> None:
     assert load_job(path, with_data=False).train.steps > 0
+
+
+def test_the_ladder_has_five_sizes_of_its_job_and_four_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    from forge_plugin_ladder.ladder import read_ladder
+    from forge_testing.catalogs import installed
+
+    ladder = read_ladder(ROOT / "configs/ladder.toml", installed())
+    assert (len(ladder.sizes), len(ladder.budgets.flops), ladder.job) == (5, 4, "rung.toml")
+    for size in ladder.sizes.values():
+        assert load("rung", monkeypatch, {f"model.{key}": value for key, value in size.items()}).train.steps > 0
 
 
 def test_inside_fits_the_length_of_the_quickstart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,7 @@ class Ladder:
     """Train what runs of one size and seed have in common once, in the longest; the others branch from its checkpoints
     at the last step that both share, which is where the decay of the shorter one begins."""
     unique_tokens: float = field(default=0.0, validator=ge(0))
-    """Tokens of the data, beyond which a run repeats some; 0: no run repeats any."""
+    """Tokens of the data, beyond which a run repeats some; 0: as each run has counted them itself."""
     count: Literal["parameters", "parameters_total"] = "parameters"
     """N of the law: parameters without embedding and head, or all."""
     law: Law = default_type("additive")

@@ -9,7 +9,8 @@ from pathlib import Path
 from attrs import evolve
 
 from forge_core.checkpoint.run_folder import RunFolder, storage_of
-from forge_core.contracts.errors import ExitCode
+from forge_core.checkpoint.storage import read_manifest
+from forge_core.contracts.errors import ExitCode, JobError
 from forge_plugin_ladder.planned import Planned
 from forge_plugin_ladder.points import Point
 from forge_plugin_ladder.trunk import trunk_settings
@@ -127,13 +128,34 @@ def collect(runs: Sequence[Planned], base: Path, out: Path, unique_tokens: float
                 loss=loss,
                 held_out=bool(outcome and outcome.evaluations),
                 budget=run.budget,
-                unique_tokens=unique_tokens or math.inf,
+                unique_tokens=math.inf
+                if failed
+                else unique_tokens or counted_tokens(out / RUNS / trials[run.name].name, run),
                 seed=run.seed or 0,
                 trunk=trials[run.trunk].name if run.trunk else "",
                 failed=failed,
             )
         )
     return points
+
+
+def counted_tokens(folder: Path, run: Planned) -> float:
+    """Returns the tokens of a run that are not repeated, as its last checkpoint counts sequences; infinite if all are.
+
+    Raises:
+        JobError: it has no checkpoint.
+    """
+    storage = storage_of(folder)
+    if not (steps := storage.steps()):
+        raise JobError(f"{folder} has no checkpoint, which counts repeated sequences; set unique_tokens in the ladder")
+    # Of each source separately: one of a mixture may be repeated many times, and another not read to its end
+    sources = read_manifest(storage.path(max(steps)))["progress"]["samples"]["sources"].values()
+    drawn = sum(source["drawn"] for source in sources)
+    # A stream has no size, and is not repeated
+    unique = sum(
+        source["drawn"] if source["size"] is None else min(source["drawn"], source["size"]) for source in sources
+    )
+    return math.inf if unique == drawn else run.tokens * unique / drawn
 
 
 def _whole(branch: Outcome, trunk: Outcome) -> Outcome:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import shlex
 from pathlib import Path
 
@@ -37,7 +38,7 @@ trunk = true
 [sizes.small]
 dim = 8
 [budgets]
-tokens = [80, 160]
+tokens = [80, 800]
 """
 
 
@@ -71,8 +72,8 @@ def words_of(run):
 
 def test_trunks_are_queued_first_and_their_branches_behind_them(here, capsys):
     assert command(["submit", "ladder.toml", "--time=1:00:00", "--", "--qos=high"]) == ExitCode.FINISHED
-    assert "small-160-tokens: job 17_0" in capsys.readouterr().out
-    trunk, branch = (directives(f"rungs/runs/small-{tokens}-tokens-array.sh") for tokens in (160, 80))
+    assert "small-800-tokens: job 17_0" in capsys.readouterr().out
+    trunk, branch = (directives(f"rungs/runs/small-{tokens}-tokens-array.sh") for tokens in (800, 80))
     assert {"#SBATCH --time=1:00:00", "#SBATCH --qos=high"} < set(trunk)
     assert "#SBATCH --dependency=afterany:17" in branch
     assert not [line for line in trunk if "dependency" in line]
@@ -82,22 +83,24 @@ def test_trunks_are_queued_first_and_their_branches_behind_them(here, capsys):
     assert command(["submit", "ladder.toml"]) == ExitCode.FINISHED
     assert capsys.readouterr().out.splitlines() == [
         "small-80-tokens: queued already, as job 18_0",
-        "small-160-tokens: queued already, as job 17_0",
+        "small-800-tokens: queued already, as job 17_0",
         "nothing to queue",
     ]
     # As their tasks do
-    for name in ("small-160-tokens", "small-80-tokens"):
+    for name in ("small-800-tokens", "small-80-tokens"):
         assert main(words_of(name)) == ExitCode.FINISHED
-    assert "continuing from rungs/runs/small-160-tokens/checkpoints/step-4, step 4" in capsys.readouterr().out
+    assert "continuing from rungs/runs/small-800-tokens/checkpoints/step-4, step 4" in capsys.readouterr().out
     assert command(["run", "ladder.toml"]) == ExitCode.FINISHED
     assert capsys.readouterr().out == "", "nothing is left to train"
     points = read_points(here / "rungs/points.json")
-    assert [(point.usable, point.trunk) for point in points] == [(True, "small-160-tokens"), (True, "")]
+    assert [(point.usable, point.trunk) for point in points] == [(True, "small-800-tokens"), (True, "")]
+    # 64 sequences of 8 tokens, of which the longer run repeats most
+    assert [point.unique_tokens for point in points] == [math.inf, 512]
 
 
 def test_a_run_that_failed_is_queued_again_and_its_point_marked(here, capsys):
     assert command(["submit", "ladder.toml"]) == ExitCode.FINISHED
-    assert main([*words_of("small-160-tokens"), "--train.non_finite=stop", "--optimizer.lr=1e30"]) != ExitCode.FINISHED
+    assert main([*words_of("small-800-tokens"), "--train.non_finite=stop", "--optimizer.lr=1e30"]) != ExitCode.FINISHED
     program("squeue", "exit 0")
     capsys.readouterr()
     assert command(["submit", "ladder.toml", "--dry-run"]) == ExitCode.FINISHED
@@ -108,9 +111,9 @@ def test_a_run_that_failed_is_queued_again_and_its_point_marked(here, capsys):
     with pytest.raises(JobError, match="0 of 2 points have a loss"):
         command(["fit", "ladder.toml"])
     ends = {name: run["ended"] for name, run in json.loads(Path("rungs/comparison.json").read_text())["runs"].items()}
-    assert ends == {"small-160-tokens": "exit code 76", "small-80-tokens": "queued"}
+    assert ends == {"small-800-tokens": "exit code 76", "small-80-tokens": "queued"}
     # A branch whose trunk has ended starts from what that has saved
-    (here / "ladder.toml").write_text(LADDER.replace("[80, 160]", "[80]"))
+    (here / "ladder.toml").write_text(LADDER.replace("[80, 800]", "[80]"))
     assert command(["submit", "ladder.toml", "--dry-run"]) == ExitCode.FINISHED
     assert "--resume" not in capsys.readouterr().out
 
