@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, Literal
 
 from attrs import field, frozen
@@ -46,7 +47,9 @@ class TrainSection:
     """End the run after this step, saved, and leave schedules and phases as `steps` has them; 0: after `steps`. Without
     this key the same job continues."""
     global_batch_size: int = field(validator=[gt(0), le(1 << 53)])
-    """Sequences per optimizer step, whatever the layout."""
+    """Sequences per optimizer step, whatever the layout; with `batch_schedule` the most of any step."""
+    batch_schedule: components.BatchScheduleComponent | None = None
+    """`[train.batch_schedule]`: sizes of the global batch over the run; by default all are `global_batch_size`."""
     micro_batch_size: int = field(default=0, validator=ge(0), metadata=SAFE)
     """Sequences per forward pass on one data-parallel rank; 0: as many as fall to the rank, in one pass."""
     seq_len: int = field(validator=gt(0))
@@ -78,6 +81,45 @@ class TrainSection:
     def last_step(self) -> int:
         """The step after which the run ends."""
         return min(self.steps, self.stop_after or self.steps)
+
+    @property
+    def batch_sizes(self) -> Mapping[int, int]:
+        """Sequences per step by the number of the sample from which on it holds."""
+        return self.batch_schedule.sizes(self) if self.batch_schedule else {0: self.global_batch_size}
+
+    def batch_size(self, step: int) -> int:
+        """Sequences of a step, numbered from 1."""
+        return self.sample_after(step) - self.sample_after(step - 1)
+
+    def sample_after(self, steps: int, sample: int = 0) -> int:
+        """The sample that is next after `steps` steps, of which the first begins with `sample`.
+
+        Of negative steps: as if the steps before it had its size.
+        """
+        for count, first, size in self._stretches(sample):
+            sample = first + min(steps, count) * size
+            if steps <= count:
+                break
+            steps -= count
+        return sample
+
+    def steps_until(self, end: int, sample: int = 0) -> int:
+        """Steps from the one that begins with `sample` to the first that begins with sample `end` or a later one."""
+        passed = 0
+        for count, first, size in self._stretches(sample):
+            steps = -((first - end) // size)
+            if steps <= count:
+                return passed + steps
+            passed += count
+        return passed
+
+    def _stretches(self, sample: int) -> Iterator[tuple[int, int, int]]:
+        """Steps in a row of one size from `sample` on: their number (of the last, without end), first sample, size."""
+        for (_, size), (end, _) in pairwise([*sorted(self.batch_sizes.items()), (1 << 62, 0)]):
+            if sample < end:
+                steps = -((sample - end) // size)  # rounded up: a step that begins before `end` has this size
+                yield steps, sample, size
+                sample += steps * size
 
 
 @frozen(kw_only=True)

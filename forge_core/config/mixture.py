@@ -31,13 +31,14 @@ def is_drawn(job: Job, number: int) -> bool:
     return any(weights[number] for weights in phase_weights(job))
 
 
-def first_step(phase: Phase, job: Job, step: int = 0, tokens: int = 0) -> int:
-    """Completed steps after which a phase begins, given that `step` completed steps were fed `tokens` positions."""
+def first_step(phase: Phase, job: Job, step: int = 0, tokens: int = 0, sample: int = 0) -> int:
+    """Completed steps after which a phase begins, if `step` steps were fed `tokens` positions, and `sample` is next."""
     if phase.start_step is not None:
         return phase.start_step
     # Counted from `step`, as earlier batches may have had a different size from the job's. Rounded up (the floor of the
     # negative): a phase begins with the first step that starts at or after its tokens.
-    return step - (tokens - (phase.start_tokens or 0)) // (job.train.global_batch_size * job.train.seq_len)
+    left = -((tokens - (phase.start_tokens or 0)) // job.train.seq_len)
+    return step + job.train.steps_until(sample + left, sample)
 
 
 def lr_factor(job: Job, step: int, tokens: int) -> float:

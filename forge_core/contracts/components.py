@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from forge_core.contracts.model import Model, Outline
     from forge_core.contracts.optimizer import NamedParameters, Schedule
     from forge_core.contracts.runtime import Executor, Logger, LossFunction, ParallelStage, Storage
-    from forge_core.job import Job
+    from forge_core.job import Job, TrainSection
 
 
 @frozen
@@ -234,6 +234,21 @@ class SchedulerComponent(Component["Schedule"]):
 
     def build(self, context: BuildContext) -> Schedule:
         """Returns the function. It has no state: a run that resumes calls it from a later step on."""
+        raise NotImplementedError
+
+
+@frozen(kw_only=True)
+class BatchScheduleComponent(Component[Any]):
+    """Sizes of the global batch over the run: `[train.batch_schedule]`."""
+
+    kind = "batch_schedule"
+    resumes_as = "flag"
+
+    def sizes(self, train: TrainSection) -> Mapping[int, int]:
+        """Sequences per step by the number of the sample from which on it holds, 0 among them.
+
+        A step has the size that holds for its first sample, so a run that resumes takes the same ones.
+        """
         raise NotImplementedError
 
 

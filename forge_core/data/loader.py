@@ -55,14 +55,15 @@ class TrainLoader:
         """Continues from `progress`; raises JobError if the sources do not last as long as the run."""
         self._job, self._datasets, self._context = job, datasets, context
         self._names = source_names(job)
-        self._rows = job.train.global_batch_size
-        count, self._micro_batch_size = micro_batches(job, context.layout)
-        self._share = count * self._micro_batch_size
-        place = context.layout.run[0] * context.layout.data_parallel + sample_rank(context.mesh, context.layout)
-        self._first_row = place * self._share
+        layout = context.layout
+        self._place = layout.run[0] * layout.data_parallel + sample_rank(context.mesh, layout)
+        self._ranks = layout.data_parallel * layout.run[1]
         # The rows of a lane are read by one worker, in order; without streams `lcm` is 1, and any row goes anywhere.
-        rows_per_lane = math.lcm(*(self._rows // data.lanes for data in datasets if isinstance(data, Stream)))
-        self._parts = _parts(self._share, job.data.workers, rows_per_lane)
+        rows = job.train.global_batch_size
+        self._rows_per_lane = math.lcm(*(rows // data.lanes for data in datasets if isinstance(data, Stream)))
+        # Equally many in every step: those of the smallest batch.
+        smallest = min(job.train.batch_sizes.values()) // self._ranks
+        self._parts = min(max(job.data.workers, 1), smallest // self._rows_per_lane)
         sizes = sizes_of(datasets)
         check_supply(job, sizes, progress)
         order = sample_order(job, sizes, progress)
@@ -72,14 +73,14 @@ class TrainLoader:
         self._positions_ahead: deque[dict[str, Any]] = deque()
         self._first_lanes: LanePositions = progress.samples.get("lanes", {}) if progress else {}
         self._lanes: dict[tuple[int, int], Mapping[str, Any]] = {}
-        self.waited = 0.0
-        """Seconds that the last `next_step` waited for data."""
+        self.waited, self.rows = 0.0, 0
+        """Seconds that the last `next_step` waited for data, and rows of its global batch."""
         self._reader = RowReader(job, datasets, self._names, self._first_lanes)
         loader: Any = job.data.loader or Plain()
         if job.data.workers and not job.data.loader:
             loader = context.plugins.catalog.load("loader", WORKER_LOADER)()
         self._loaded: Generator[LoadedRows] = context.build(
-            loader, reader=self._reader, units=self._units(order), units_per_step=len(self._parts)
+            loader, reader=self._reader, units=self._units(order), units_per_step=self._parts
         )
 
     def next_step(self) -> list[Batch]:
@@ -88,19 +89,21 @@ class TrainLoader:
         A `DataError` names source, number and file of a sample that could not be read.
         """
         started = time.perf_counter()
-        loaded = list(islice(self._loaded, len(self._parts)))
+        loaded = list(islice(self._loaded, self._parts))
         self.waited = time.perf_counter() - started
-        if len(loaded) < len(self._parts):
+        if len(loaded) < self._parts:
             raise DataError("the data ended before the run: the sources are used up, or [data.loader] left rows out")
-        self._position = self._positions_ahead.popleft()
+        before, self._position = self._position["drawn"], self._positions_ahead.popleft()
+        self.rows = self._position["drawn"] - before
         for rows in loaded:
             self._lanes |= rows.positions
         device = self._context.device
         parts = [{name: t.to(device, non_blocking=True) for name, t in rows.batch.items()} for rows in loaded]
         # Concatenated on the device, where it does not hold up the host. `cat` would copy even a single part.
         step = parts[0] if len(parts) == 1 else {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-        starts = range(0, self._share, self._micro_batch_size)
-        return [{name: t[start : start + self._micro_batch_size] for name, t in step.items()} for start in starts]
+        share = self.rows // self._ranks
+        size = self._job.train.micro_batch_size or share
+        return [{name: t[at : at + size] for name, t in step.items()} for at in range(0, share, size)]
 
     def state(self) -> dict[str, Any]:
         """Returns the position after the last step returned, over all ranks, as plain JSON.
@@ -126,23 +129,29 @@ class TrainLoader:
 
     def _units(self, order: SampleOrder) -> Iterator[list[SampleRow]]:
         """Yields the rows of each part of each step, until the sources are used up: not before the last step."""
-        first, share, after = self._first_row, self._share, self._rows - self._first_row - self._share
-        own = slice(first, first + share)
-        if self._reader.has_costs:  # then each rank needs to know all rows, and not only how many are before its own
-            first, share, after = 0, self._rows, 0
         while True:
+            batch = self._job.train.sample_after(1, order.drawn) - order.drawn
+            share = batch // self._ranks
+            first = self._place * share
+            own, after = slice(first, first + share), batch - first - share
+            if self._reader.has_costs:  # then each rank needs to know all rows, and not only how many precede its own
+                first, after = 0, 0
             # Every rank draws the whole global batch and reads its share: positions agree without communication, and
             # row i is the same sample on any number of ranks.
             order.advance(first)
-            rows = [SampleRow(slot, *sample) for slot, sample in enumerate(islice(order, share), first)]
-            if len(rows) < share or order.advance(after) < after:
+            read = batch - first - after
+            rows = [SampleRow(slot, *sample) for slot, sample in enumerate(islice(order, read), first)]
+            if len(rows) < read or order.advance(after) < after:
                 return
             if self._reader.has_costs:
                 # Among ranks first, which wait for each other at the latest when the step's gradients are summed.
-                rows = share_out(share_out(rows, self._cost, self._share)[own], self._cost, self._micro_batch_size)
+                micro_batch = self._job.train.micro_batch_size or share
+                rows = share_out(share_out(rows, self._cost, share)[own], self._cost, micro_batch)
             # Before the step's rows are handed out: `next_step` takes the position as soon as it has read them.
             self._positions_ahead.append(order.state())
-            yield from (rows[part] for part in self._parts)
+            lanes = share // self._rows_per_lane
+            bounds = [self._rows_per_lane * (lanes * part // self._parts) for part in range(self._parts + 1)]
+            yield from (rows[start:stop] for start, stop in pairwise(bounds))
 
     def _cost(self, row: SampleRow) -> float | None:
         """The cost of a row; None for one of a stream, which belongs to the lane of its place."""
@@ -174,14 +183,6 @@ def share_out(rows: Sequence[SampleRow], cost_of: Callable[[SampleRow], float | 
         if room[number]:
             heappush(loads, (load + free[place], number))
     return shared
-
-
-def _parts(share: int, workers: int, rows_per_lane: int) -> list[slice]:
-    """Divides a rank's rows of a step among its workers, alike at every step; no lane is split between two."""
-    lanes = share // rows_per_lane
-    count = min(max(workers, 1), lanes)
-    bounds = [rows_per_lane * (lanes * part // count) for part in range(count + 1)]
-    return [slice(start, stop) for start, stop in pairwise(bounds)]
 
 
 class Concatenated(ConcatDataset):

@@ -276,8 +276,9 @@ def sizes_of(datasets: Sequence[Dataset | Stream]) -> list[int | None]:
 
 def phase_shares(job: Job, progress: Progress | None = None) -> list[tuple[int, list[int]]]:
     """Returns first sample and shares of each phase, beginning with the time before the first one."""
-    done = (progress.step, progress.tokens) if progress else (0, 0)
-    samples = [sample_of(first_step(phase, job, *done), job, progress) for phase in job.data.phases]
+    step, drawn = position_of(progress)
+    tokens = progress.tokens if progress else 0
+    samples = [sample_of(first_step(phase, job, step, tokens, drawn), job, progress) for phase in job.data.phases]
     shares = [whole_shares(weights, job.data.temperature) for weights in phase_weights(job)]
     return list(zip((0, *samples), shares, strict=True))
 
@@ -285,8 +286,13 @@ def phase_shares(job: Job, progress: Progress | None = None) -> list[tuple[int, 
 def sample_of(step: int, job: Job, progress: Progress | None = None) -> int:
     """Returns the number of the first sample after `step` completed steps."""
     # Counted from `progress`: before it, batches may have had another size than the job's.
-    done, drawn = (progress.step, progress.samples.get("drawn", 0)) if progress else (0, 0)
-    return drawn + (step - done) * job.train.global_batch_size
+    done, drawn = position_of(progress)
+    return job.train.sample_after(step - done, drawn)
+
+
+def position_of(progress: Progress | None) -> tuple[int, int]:
+    """Completed steps, and the samples drawn in them."""
+    return (progress.step, progress.samples.get("drawn", 0)) if progress else (0, 0)
 
 
 def limits(job: Job, sizes: Sequence[int | None]) -> list[int | None]:
@@ -387,7 +393,7 @@ def _shortage_problems(job: Job, sizes: Sequence[int | None], progress: Progress
         shortages = [(phase, order.drawn - phase.first) for phase in phases if order.drawn < phase.end]
     else:
         shortages = [(phase, math.floor(sum(phase.taken))) for phase in phases if phase.spare < 0]
-    batch, start = job.train.global_batch_size, sample_of(0, job, progress)
+    done, drawn = position_of(progress)
     columns = zip(source_names(job), job.data.sources, sizes, limits(job, sizes), strict=True)
     rows = [
         f"{name} {limit:,} in all ({source.max_epochs:g} x {size:,})"
@@ -398,8 +404,8 @@ def _shortage_problems(job: Job, sizes: Sequence[int | None], progress: Progress
         need = short.end - short.first
         yield Problem(
             "data.sources",
-            f"steps {(short.first - start) // batch + 1:,} to {(short.end - start) // batch:,} need "
-            f"{need // batch:,} x {batch:,} = {need:,} sequences, "
+            f"steps {done + job.train.steps_until(short.first, drawn) + 1:,} to "
+            f"{done + job.train.steps_until(short.end, drawn):,} need {need:,} sequences, "
             f"but max_epochs leaves {available:,} for them: {', '.join(rows)}; "
             "raise max_epochs (0 is no limit), give weight to another source, or lower train.steps",
         )

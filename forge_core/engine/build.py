@@ -192,6 +192,8 @@ def _build_dataset(source: DatasetComponent, path: str, context: BuildContext) -
     if isinstance(built, Stream):
         if context.layout.run[1] > 1:
             raise JobError.at(path, "is a stream, whose position other runs of the same model do not know")
+        if context.job.train.batch_schedule:
+            raise JobError.at(path, "is a stream, whose lanes need batches of one size; leave train.batch_schedule out")
         # Each row of the global batch belongs to one lane: the position of a stream then depends on no layout.
         rows, ranks = context.job.train.global_batch_size, context.layout.data_parallel
         if rows % built.lanes or built.lanes % ranks:

@@ -116,12 +116,13 @@ class Loop:
         self._beacon.enter(Phase.OPTIMIZER)
         skipped = self._stepper.update(context, sums["loss_sum"])
         progress.step += 1  # skipped or not: its samples are used up
-        progress.tokens += self._job.train.global_batch_size * self._job.train.seq_len
+        fed = self._loader.rows * self._job.train.seq_len
+        progress.tokens += fed
         if self.requests.skip:
             self._echo(f"step {progress.step}: update skipped: {self.requests.skip}")
         self._hooks("on_step_end", context)
         context.logged |= self._agreement.peaks
-        self.recorder.step(context, progress.tokens, rate, sums, skipped)
+        self.recorder.step(context, fed, progress.tokens, rate, sums, skipped)
         if self._job.train.gc_interval and progress.step % self._job.train.gc_interval == 0:
             gc.collect(1)  # not the oldest generation, which holds the model: it costs most and frees nothing
 
@@ -278,7 +279,8 @@ def _rehearse(run: Run, progress: Progress, echo: Callable[[str], object]) -> No
     if mode == "never" or (mode == "auto" and device.type == "cpu"):  # an accelerator's memory may not suffice
         return
     run.hooks.beacon.enter(Phase.DRY_RUN)
-    with closing(TrainLoader(run.job, run.datasets, run.context, progress)) as loader:  # the run's uses up no samples
+    job = evolve(run.job, train=evolve(run.job.train, batch_schedule=None))  # the largest batches
+    with closing(TrainLoader(job, run.datasets, run.context, progress)) as loader:  # the run's uses up no samples
         batches = loader.next_step()
     buffers = {name: buffer.clone() for name, buffer in run.model.named_buffers()}
     shape = " x ".join(map(str, batches[0]["input_ids"].shape))

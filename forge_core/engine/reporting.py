@@ -172,7 +172,7 @@ class Recorder:
     def __init__(self, run: Run, step: int, on_line: Callable[[Mapping[str, Any]], object], stack: ExitStack) -> None:
         self._summaries = run.context.auxiliary.summaries
         train, ranks = run.job.train, run.context.layout.world_size
-        self._tokens, self._source_names = train.global_batch_size * train.seq_len, source_names(run.job)
+        self._source_names = source_names(run.job)
         self._loggers: dict[str, Logger] = {}  # by name, for errors
         for key, component in run.job.loggers.items() if global_rank() == 0 else ():
             name = f"loggers.{key} ({run.context.type_of(component)})"
@@ -190,8 +190,10 @@ class Recorder:
         self._seconds, self._in_lines = run.hooks.beacon.seconds, run.hooks.beacon.seconds()
         self.last_evaluation: Mapping[str, float] = {}
 
-    def step(self, context: StepContext, tokens: int, rate: float, sums: Sums, skipped: Tensor | None) -> None:
-        """Queue the line of a step: `tokens` fed since the run began, `skipped` on the device."""
+    def step(
+        self, context: StepContext, fed: int, tokens: int, rate: float, sums: Sums, skipped: Tensor | None
+    ) -> None:
+        """Queue the line of a step: tokens `fed` in it, `tokens` since the run began, `skipped` on the device."""
         assert context.grad_norm is not None
         scalars = metrics(sums, self._source_names)
         if not self._counts_interval or (context.step % self._counts_interval and context.step < self._steps):
@@ -200,11 +202,11 @@ class Recorder:
         scalars["grad_norm"] = context.grad_norm
         if skipped is not None:
             scalars["skipped"] = skipped
-        seconds, speed = self.clock.tick(self._tokens)
+        seconds, speed = self.clock.tick(fed)
         scalars["data_wait"] = (sums[WAITED] / seconds).clamp(max=1)
         record: dict[str, Any] = {"step": context.step, "lr": rate, "tokens": tokens, "tokens_per_second": speed}
         record |= {"step_seconds": seconds, "time": time.time(), **self._seconds_since_last_line()}
-        flops = scalars.get("flops_per_token", self._flops)  # as the model counted, else as it states them
+        flops = context.logged.get("flops_per_token", scalars.get("flops_per_token", self._flops))  # else as stated
         used = {"mfu": speed * flops / self._peak} if self._peak and flops is not None else {}
         used |= {"skipped": 1.0} if context.skipped else {}
         for name, value in {**used, **context.logged}.items():  # tensors with the others: to read one now would wait
@@ -331,14 +333,17 @@ class Clock:
     WINDOW = 10
 
     def __init__(self) -> None:
+        self._tokens = 0
         self.restart()
 
     def tick(self, tokens: int) -> tuple[float, float]:
         """A step of `tokens` has ended; returns (its seconds, tokens per second over the window)."""
-        before, now = self._marks[-1], time.perf_counter()
-        self._marks.append(now)
-        return now - before, tokens * (len(self._marks) - 1) / max(now - self._marks[0], 1e-9)
+        self._tokens += tokens
+        before, now = self._marks[-1][0], time.perf_counter()
+        self._marks.append((now, self._tokens))
+        start, fed = self._marks[0]
+        return now - before, (self._tokens - fed) / max(now - start, 1e-9)
 
     def restart(self) -> None:
         """Start the window afresh, so that a pause does not count."""
-        self._marks = deque([time.perf_counter()], maxlen=self.WINDOW + 1)
+        self._marks = deque([(time.perf_counter(), self._tokens)], maxlen=self.WINDOW + 1)

@@ -23,7 +23,6 @@ from forge_core.contracts.runtime import StepOutput
 from forge_core.engine.build import Run
 from forge_core.parallel import mesh
 from forge_core.parallel.initialise import seed_of
-from forge_core.parallel.layout import micro_batches
 
 AUXILIARY = "auxiliary:"
 """Marks what modules attached among the reduced sums."""
@@ -59,8 +58,6 @@ class Stepper:
         self._sample_rank, self._part = mesh.sample_rank(self._mesh, layout), mesh.part_of_step(self._mesh, layout)
         self._first_rank, self._runs = layout.run[0] * layout.data_parallel, layout.run[1]
         self._part += layout.run[0] * layout.world_size  # so that other runs of the same model draw other numbers
-        count, _ = micro_batches(run.job, layout)
-        self._micro_batches = count * layout.token_ranks
         self._masked = self._can_mask()
         self.decides = not self._masked and (run.job.train.non_finite != "ignore" or run.hooks.may_skip)
 
@@ -88,8 +85,10 @@ class Stepper:
         # Before the first forward pass: each loss is divided by the global count before its backward pass, so that
         # every reduction of gradients is a plain sum, and micro-batches weigh by their tokens under every layout.
         tokens, examples, documents, longest_wait, runs = self._facts_of_step(batches, waited)
-        auxiliary, sequences = self._run.context.auxiliary, self._job.train.global_batch_size // self._runs * runs
-        auxiliary.begin_step(tokens, sequences, self._micro_batches * runs, examples, documents)
+        # From the batches: their number and their rows differ from step to step, and a hook may have divided rows.
+        layout, rows = self._run.context.layout, sum(len(batch["labels"]) for batch in batches)
+        auxiliary, count = self._run.context.auxiliary, len(batches) * layout.token_ranks * runs
+        auxiliary.begin_step(tokens, rows * layout.data_parallel * runs, count, examples, documents)
         dtype = torch.float64 if self._run.context.dtype == torch.float64 else torch.float32
         # Clamped: a step whose labels are all ignored has gradients of 0 and not of NaN.
         output = self._run.executor.train_step(batches, tokens.clamp(min=1).to(dtype))
@@ -105,7 +104,7 @@ class Stepper:
     def _with_draws(self, batches: Sequence[Batch], step: int) -> list[Batch]:
         """The micro-batches with `draw` (B,), a number per sequence and step, the same in every layout, for noise."""
         sizes = [len(batch["input_ids"]) for batch in batches]
-        of_step = self._first_draw + step * self._job.train.global_batch_size
+        of_step = self._first_draw + self._job.train.sample_after(step)
         first = of_step + (self._first_rank + self._sample_rank) * sum(sizes)
         draws = torch.arange(first, first + sum(sizes), device=self._run.context.device).split(sizes)
         pairs = zip(batches, draws, strict=True)

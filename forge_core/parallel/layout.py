@@ -89,18 +89,26 @@ def layout_of(job: Job, world_size: int) -> Layout:
 
 def batch_problems(job: Job, layout: Layout) -> Iterator[Problem]:
     """Whether the global batch divides into equal micro-batches on every data-parallel rank."""
-    batch, ranks, size = job.train.global_batch_size, layout.data_parallel * layout.run[1], job.train.micro_batch_size
-    if batch % ranks:
-        yield Problem("train.global_batch_size", f"{batch} is not divisible by the {ranks} data-parallel ranks")
-    elif batch // ranks % (size or 1):
-        yield Problem(
-            "train.micro_batch_size",
-            f"{batch // ranks} sequences per rank are not divisible by micro_batch_size {size}",
-        )
+    ranks, size = layout.data_parallel * layout.run[1], job.train.micro_batch_size
+    largest = job.train.global_batch_size
+    path = "train.batch_schedule" if job.train.batch_schedule else "train.global_batch_size"
+    for batch in dict.fromkeys(job.train.batch_sizes.values()):
+        if not 0 < batch <= largest:
+            yield Problem(path, f"has {batch} sequences in a step, not 1 to train.global_batch_size = {largest}")
+        elif batch % ranks:
+            yield Problem(path, f"{batch} is not divisible by the {ranks} data-parallel ranks")
+        elif batch // ranks % (size or 1):
+            yield Problem(
+                "train.micro_batch_size",
+                f"{batch // ranks} sequences per rank are not divisible by micro_batch_size {size}",
+            )
 
 
-def micro_batches(job: Job, layout: Layout) -> tuple[int, int]:
-    """(number, size) of the micro-batches of one rank in one step; none where `batch_problems` has a problem."""
-    share = job.train.global_batch_size // (layout.data_parallel * layout.run[1])
+def micro_batches(job: Job, layout: Layout, batch: int = 0) -> tuple[int, int]:
+    """(number, size) of a rank's micro-batches in a step of `batch` sequences, by default the largest that the job has.
+
+    None where `batch_problems` has a problem.
+    """
+    share = (batch or job.train.global_batch_size) // (layout.data_parallel * layout.run[1])
     size = job.train.micro_batch_size or share or 1
     return share // size, size

@@ -49,8 +49,8 @@ ORDINARY = (DENSE, EXPERTS, "mot")
 def outcomes(request, tmp_path_factory) -> Callable[[str], tuple[Outcome, Outcome]]:
     """What a model comes to by its chain, and in one process that was not interrupted. All chains of the session run
     together."""
-    items = [item for item in request.session.items if not item.get_closest_marker("skip")]
-    models = {item.callspec.params.get("model") for item in items if hasattr(item, "callspec")}
+    items = [item for item in request.session.items if item.path == request.path]  # others name their models, too
+    models = {item.callspec.params["model"] for item in items if not item.get_closest_marker("skip")}
     chains = {model: layouts for model, layouts in CHAINS.items() if model in models}
     folder = tmp_path_factory.mktemp("chains")
     alone = tmp_path_factory.mktemp("alone")

@@ -20,7 +20,12 @@ SAMPLES: Mapping[str, Samples] = {
     "forge-plugin-ladder": {"branch_points": {"steps": [1]}},
     "forge-plugin-moma": {"moma": {"experts": {"text": 4, "image": 4}}},
     "forge-plugin-preference": {"pairs": {"path": "a.jsonl"}},
-    "forge-plugin-schedules": {"sequential": {"parts": [{"schedule": {"type": "linear"}, "until": 5}]}},
+    "forge-plugin-schedules": {
+        "sequential": {"parts": [{"schedule": {"type": "linear"}, "until": 5}]},
+        "piecewise": {"batch_sizes": [2, 4], "start_tokens": [100]},
+        "ramp": {"start": 2, "increment": 2, "ramp_tokens": 100},
+        "length_schedule": {"lengths": [4, 8], "start_tokens": [100]},
+    },
     "forge-plugin-evaluate": {"file": {"path": "a.jsonl"}, "tasks": {"tasks": [{"type": "copy"}]}},
     "forge-plugin-transformer": {
         "longrope": {

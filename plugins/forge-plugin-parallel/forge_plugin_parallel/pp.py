@@ -122,8 +122,10 @@ class PipelineParallel(ParallelComponent):
             )
             yield Problem("schedule", f"{message}; take another schedule")
         # Otherwise there is no such number, and the check of the batch size reports that
-        if job.train.global_batch_size % layout.data_parallel == 0:
-            yield from self._micro_batch_problems(micro_batches(job, layout)[0])
+        sizes = job.train.batch_sizes.values()
+        if not any(size % layout.data_parallel for size in sizes):
+            for count in dict.fromkeys(micro_batches(job, layout, size)[0] for size in sizes):
+                yield from self._micro_batch_problems(count)
 
     def _micro_batch_problems(self, count: int) -> Iterable[Problem]:
         hint = "change train.micro_batch_size or train.global_batch_size, or take another schedule"

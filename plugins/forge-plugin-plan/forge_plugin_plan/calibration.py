@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from attrs import define, evolve, field
 from attrs.validators import ge
 
 from forge_core.contracts.components import TrainingHook, WhenResumed
+from forge_core.contracts.errors import Problem
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import CheckpointContext, StepContext, TrainContext
+    from forge_core.contracts.layout import Layout
+    from forge_core.job import Job
     from forge_plugin_plan.measurements import Measurements
 
 
@@ -31,6 +34,11 @@ class Calibration(TrainingHook):
     """Steps of the process that are not timed: the first few compile, allocate and fill caches."""
     steps: int = field(default=50, validator=ge(1))
     """Steps that are timed, at most."""
+
+    def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Checks that steps are comparable: a plan is for batches of one size."""
+        if job.train.batch_schedule:
+            yield Problem("", "times steps of one size; leave train.batch_schedule out, or this hook")
 
     def on_train_begin(self, context: TrainContext) -> None:
         from forge_plugin_plan.probes import measure

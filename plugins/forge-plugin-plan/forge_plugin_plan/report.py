@@ -46,7 +46,8 @@ def _heading(plan: Plan) -> Iterator[str]:
     yield f"ranks      {plan.layout.world_size:,}: {plan.layout}"
     trained = "" if plan.trained == plan.parameters else f", {plan.trained:,} of them trained"
     yield f"model      {plan.parameters:,} parameters{trained}, {train.precision}"
-    yield f"batch      {tokens:,} tokens a step; each rank {count} x {rows} sequences of {train.seq_len:,}"
+    largest = " at most" if train.batch_schedule else ""
+    yield f"batch      {tokens:,} tokens a step{largest}; each rank {count} x {rows} sequences of {train.seq_len:,}"
     for title, text in plan.lines:
         yield f"{title:<11}{text}"
     for number, text in enumerate(_assumed(plan)):

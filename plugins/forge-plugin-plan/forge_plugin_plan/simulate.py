@@ -346,7 +346,9 @@ class _Rank:
         """Whether the stages accept `count` micro-batches."""
         job, layout = self._run.job, self._layout
         _, rows = micro_batches(job, layout)
-        train = attrs.evolve(job.train, global_batch_size=count * rows * layout.data_parallel * layout.run[1])
+        train = attrs.evolve(
+            job.train, global_batch_size=count * rows * layout.data_parallel * layout.run[1], batch_schedule=None
+        )
         fewer = attrs.evolve(job, train=train)
         return layout.pp == 1 or not any(list(stage.problems(fewer, layout)) for stage in job.parallel.values())
 

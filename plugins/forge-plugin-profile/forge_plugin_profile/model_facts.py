@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from forge_core.contracts.model import Model
 
 
-def model_facts(context: TrainContext) -> dict[str, Any]:
-    """Returns layout, device and FLOPs of a step on this rank, as plain types; None for unknown values."""
+def model_facts(context: TrainContext, step: int) -> dict[str, Any]:
+    """Returns layout, device and FLOPs of a step (from 1) on this rank, as plain types; None for unknown values."""
     assert context.build is not None
     job, layout, device = context.job, context.build.layout, context.build.device
-    tokens = job.train.global_batch_size * job.train.seq_len / layout.run[1]
+    tokens = job.train.batch_size(step) * job.train.seq_len / layout.run[1]
     # Of each layer a rank computes an equal share of the tokens, or with `tp` of the products.
     share = tokens * layout.pp / layout.world_size
     layers = layer_flops(context.model, job.train.seq_len)

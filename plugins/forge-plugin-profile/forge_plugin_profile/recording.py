@@ -36,7 +36,7 @@ class Recording:
     def __init__(self, settings: Profile, context: TrainContext, first: int) -> None:
         assert context.build is not None
         self._first, self._device, self._step = first, context.build.device, context.step
-        self._facts: dict[str, Any] = {"first_step": first, **model_facts(context)}
+        self._facts: dict[str, Any] = {"first_step": first, **model_facts(context, first)}
         self._peaks: list[float] = []
         # By name, as `ProfilerActivity.CUDA`, of a device that torch's profiler records
         able = {activity.name.lower(): activity for activity in supported_activities()}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from forge_plugin_schedules import Cosine, InverseSqrt, Linear, NoSchedule, Sequential
+from forge_plugin_schedules import Cosine, InverseSqrt, LengthSchedule, Linear, NoSchedule, Sequential
 from forge_plugin_schedules.schedules import SequentialPart
-from forge_testing.suites import SchedulerSuite
+from forge_testing.suites import HookSuite, SchedulerSuite
 
 
 class TestCosine(SchedulerSuite):
@@ -34,3 +34,8 @@ class TestSequential(SchedulerSuite):
             SequentialPart(schedule=Cosine(min_ratio=0.1), scale=0.5),
         )
     )
+
+
+class TestLengthSchedule(HookSuite):
+    component = LengthSchedule(lengths=(2, 4, 8), start_tokens=(32, 96))
+    changes_training = True

@@ -96,6 +96,8 @@ class Taps(ParallelComponent):
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         """Checks that it is known how ranks divide activations, and that each sink receives a step of the job."""
         yield from division_problems(job, layout)
+        if job.train.batch_schedule:
+            yield Problem("", "counts rows in batches of one size; leave train.batch_schedule out, or this stage")
         if sum(isinstance(stage, Taps) for stage in job.parallel.values()) > 1:
             yield Problem("", "a job has one stage taps at most; give one of them all points, sinks and edits")
         for name, sink in self.sinks.items():

@@ -83,7 +83,8 @@ def _origin_rows(origin: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
 
 def _training_rows(job: Job, catalog: Catalog, step: int, tokens: int | None) -> Iterable[tuple[str, str]]:
     train, optimizer = job.train, to_toml(job.optimizer, catalog)
-    yield "steps", f"{step:,} of {train.steps:,}, {train.global_batch_size} sequences of {train.seq_len} each"
+    largest = "at most " if train.batch_schedule else ""
+    yield "steps", f"{step:,} of {train.steps:,}, {largest}{train.global_batch_size} sequences of {train.seq_len} each"
     if tokens is not None:
         yield "tokens", f"{tokens:,}"
     # Not every optimizer has this key.

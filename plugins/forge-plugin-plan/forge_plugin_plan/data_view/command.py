@@ -61,10 +61,10 @@ def position_problems(job: Job, step: int, samples: Sequence[int]) -> Iterator[P
     """Yields a problem where the run has no such step, or a step no such sample."""
     if step > job.train.steps:
         yield Problem("", f"--step {step}: train.steps is {job.train.steps}; give 1 to {job.train.steps}")
-    batch = job.train.global_batch_size
+    batch = job.train.batch_size(step)
     for sample in samples:
         if sample >= batch:
-            message = f"--sample {sample}: a step has train.global_batch_size = {batch} samples"
+            message = f"--sample {sample}: step {step} has {batch} samples"
             yield Problem("", f"{message}; give 0 to {batch - 1}, and --step for another step")
 
 

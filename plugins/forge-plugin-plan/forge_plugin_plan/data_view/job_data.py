@@ -57,11 +57,11 @@ class JobData:
 
     def rows(self, step: int) -> Iterator[SampleRow]:
         """Yields the rows of the run in the order of training, from the first of `step` (from 1) to the last."""
-        batch = self.job.train.global_batch_size
         order = sample_order(self.job, self.sizes)
-        order.advance((step - 1) * batch)
-        for number, (source, sequence) in enumerate(islice(order, (self.job.train.steps - step + 1) * batch)):
-            yield SampleRow(number % batch, source, sequence)
+        order.advance(self.job.train.sample_after(step - 1))
+        for number in range(step, self.job.train.steps + 1):
+            for slot, (source, sequence) in enumerate(islice(order, self.job.train.batch_size(number))):
+                yield SampleRow(slot, source, sequence)
 
     def read(self, step: int, count: int) -> Iterator[tuple[SampleRow, str, Batch]]:
         """Yields `count` rows from the first of `step` on: the row, where it comes from, and its entries (1, …).
@@ -74,8 +74,7 @@ class JobData:
         """
         reader = RowReader(self.job, self.datasets, self.names, {})
         if reader.has_lanes:
-            before = (step - 1) * self.job.train.global_batch_size
-            for row in islice(self.rows(1), before):
+            for row in islice(self.rows(1), self.job.train.sample_after(step - 1)):
                 if isinstance(self.datasets[row.source], Stream):
                     # Only to bring the lane to this place
                     reader.read([row])
@@ -103,8 +102,8 @@ class JobData:
             DataError: a sequence cannot be read.
         """
         reader = RowReader(self.job, self.datasets, self.names, {})
-        step, slot = divmod(number, self.job.train.global_batch_size)
-        row = next(islice(self.rows(step + 1), slot, None))
+        step = self.job.train.steps_until(number + 1)
+        row = next(islice(self.rows(step), number - self.job.train.sample_after(step - 1), None))
         lane = reader.describe(row)  # rows of one lane have the same description
         if isinstance(self.datasets[row.source], Stream):
             for earlier in islice(self.rows(1), number):

@@ -42,7 +42,7 @@ def command(argv: list[str]) -> int:
     from forge_plugin_plan.data_view.job_data import open_data
     from forge_plugin_plan.data_view.sheet import Sheet
 
-    number = (options.step - 1) * job.train.global_batch_size + options.sample
+    number = job.train.sample_after(options.step - 1) + options.sample
     sheet = Sheet.of(open_data(job, catalog), number, options.tokens)
     if path.suffix.lower() == ".html":
         from forge_plugin_plan.data_view.look_html import html_of

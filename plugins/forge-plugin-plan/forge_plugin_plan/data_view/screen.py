@@ -84,7 +84,7 @@ def _show_fill(console: Console, view: View) -> None:
     fill, train = view.fill, view.data.job.train
     console.print(Text(f"fill, over {view.measured:,} samples from step {view.step} on", style="bold"))
     console.print(f"  {_fill_text(fill)}")
-    console.print(f"  {train.global_batch_size:,} samples a step, {train.seq_len:,} positions a sample")
+    console.print(f"  {train.batch_size(view.step):,} samples a step, {train.seq_len:,} positions a sample")
     if not view.shifted:
         console.print("  some labels are not the next input: the dataset has its own targets, or shifts them wrongly")
 

@@ -111,7 +111,7 @@ def _image_input(data: JobData, batch: Batch) -> ImageInput | None:
 
 
 def _title(data: JobData, number: int, row: SampleRow) -> str:
-    step = number // data.job.train.global_batch_size + 1
+    step = data.job.train.steps_until(number + 1)
     return (
         f"{data.job.job.name}: sample {number:,} (row {row.slot} of step {step:,}), source {data.names[row.source]!r}"
     )

@@ -50,7 +50,7 @@ def test_a_step_or_a_sample_that_the_run_does_not_have_is_refused(write_job, dat
     code, out, err = data(write_job("Chats", seq_len=8), "--step=7", "--sample=4")
     assert (code, out) == (2, "")
     assert not lacks(err, "--step 7", "train.steps is 6", "1 to 6")
-    assert not lacks(err, "--sample 4", "train.global_batch_size = 4", "0 to 3")
+    assert not lacks(err, "--sample 4", "step 7 has 4 samples", "0 to 3")
 
 
 def test_a_job_for_several_ranks_shows_the_same_samples(write_job, as_json) -> None:

@@ -248,7 +248,7 @@ def test_an_unreadable_source_a_number_out_of_range_and_an_unknown_format_are_na
     code, out = look(job, "--step=7", "--sample=4")
     assert code == 2
     assert not lacks(out, "--step 7", "train.steps is 6", "1 to 6")
-    assert not lacks(out, "--sample 4", "train.global_batch_size = 4", "0 to 3")
+    assert not lacks(out, "--sample 4", "step 7 has 4 samples", "0 to 3")
 
 
 class Bytes:

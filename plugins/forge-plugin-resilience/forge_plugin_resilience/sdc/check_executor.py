@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from forge_core.contracts.runtime import StepOutput
-from forge_core.parallel.layout import micro_batches
 from forge_core.parallel.mesh import gather_objects, global_rank
 from forge_kit.nn.recomputing import Recomputing
 from forge_kit.nn.step_state import StepState
@@ -37,8 +36,6 @@ class CheckedExecutor:
 
     def __init__(self, plugin: SDC, inner: Executor, model: Model, context: BuildContext) -> None:
         self._plugin, self._inner, self._model, self._context = plugin, inner, model, context
-        count, _ = micro_batches(context.job, context.layout)
-        self._micro_batches = count * context.layout.token_ranks
 
     def evaluate(self, batches: Sequence[Batch], measure: LossFunction | None = None) -> StepOutput:
         """Evaluates by the inner executor, without a check, as no weights depend on it."""
@@ -106,7 +103,9 @@ class CheckedExecutor:
         """Compute a third time, and determine which ranks were wrong. The gradients keep the third computation."""
         checked, auxiliary = self._plugin.checked, self._context.auxiliary
         # Counted again: if the first computation was wrong, the counts of modules in it may be wrong, too.
-        auxiliary.begin_step(denominator, self._context.job.train.global_batch_size, self._micro_batches)
+        layout, rows = self._context.layout, sum(len(batch["labels"]) for batch in batches)
+        sequences = rows * layout.data_parallel * layout.run[1]
+        auxiliary.begin_step(denominator, sequences, len(batches) * layout.token_ranks)
         output, third = self._compute(batches, denominator)
         not_first, not_second = (self._differing(third, one) for one in earlier)
         every = gather_objects((not_first, not_second, self._digest(third)))

@@ -108,7 +108,8 @@ def _parts(job: Mapping[str, Any]) -> Iterator[tuple[str, Cell]]:
             yield name, type_ + (f", rate {rate:g}" if isinstance(rate, int | float) else "")
     train = job.get("train", {})
     if "global_batch_size" in train and "seq_len" in train:
-        yield "batch", f"{train['global_batch_size']:,} sequences of {train['seq_len']:,} tokens"
+        largest = "at most " if "batch_schedule" in train else ""
+        yield "batch", f"{largest}{train['global_batch_size']:,} sequences of {train['seq_len']:,} tokens"
 
 
 def _plan_rows(plan: str) -> Iterator[tuple[str, Cell]]:
