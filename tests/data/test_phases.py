@@ -223,7 +223,7 @@ class TestSupply:
         sources = (Numbered(sequences=20, max_epochs=2.0),)
         train(make_job(steps=6, data={"sources": sources}))
         assert train(make_job(steps=10, data={"sources": sources})).step == 10
-        with refuses("data.sources", "steps 11 to 12", "2 x 4 = 8", "leaves 0"):
+        with refuses("data.sources", "steps 11 to 12", "need 8 ", "leaves 0"):
             train(make_job(steps=12, data={"sources": sources}))
 
     def test_expectations_follow_phases_and_limits(self, make_job, train):
