@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attrs import asdict, frozen
+from attrs import asdict, evolve, frozen
 
 from forge_core.cli.command_line import positive, with_examples
 from forge_core.contracts.errors import ExitCode, ForgeError, JobError, Problem
@@ -158,12 +158,12 @@ class _Files:
 
         if given:
             return read_points(given)
-        return collect(self.planned(), self.base, self.out, self.ladder.unique_tokens, self.ladder.trunk)
+        return collect(self.planned(), self.base, self.out, self.ladder)
 
     def fitted(self, points: Sequence[Point]) -> Resampled:
         from forge_plugin_ladder.store import read_fit
 
-        return read_fit(self.out / FIT, self.ladder.law, points, self.ladder.count, self.law_type)
+        return read_fit(self.out / FIT, self.ladder.law, points, self.ladder.count, self.law_type, self.ladder.accuracy)
 
     @property
     def law_type(self) -> str:
@@ -204,7 +204,7 @@ def run_ladder(options: argparse.Namespace) -> int:
     say = partial(print, flush=True)
     completed, failed = train(runs, files.base, files.out, options.nproc, options.parallel, trunk, say)
     # After an interruption, too: an interrupted ladder has some of its points
-    points = collect(runs, files.base, files.out, files.ladder.unique_tokens, trunk)
+    points = collect(runs, files.base, files.out, files.ladder)
     write_points(files.out / POINTS, points)
     if not completed:
         print("interrupted; the same command continues it", file=sys.stderr)
@@ -237,6 +237,7 @@ def submit_ladder(options: argparse.Namespace) -> int:
 
 def fit_ladder(options: argparse.Namespace) -> int:
     """Fit the law to the points, with intervals from resampled runs, and try it on the largest budget."""
+    from forge_plugin_ladder.accuracy import fit_curve
     from forge_plugin_ladder.fitting import fit
     from forge_plugin_ladder.intervals import resample
     from forge_plugin_ladder.parabolas import iso_flops
@@ -247,6 +248,9 @@ def fit_ladder(options: argparse.Namespace) -> int:
     files = _Files.of(options)
     points, law = files.points(options.points), files.ladder.law
     resampled = resample(fit(law, points, files.total), points, files.total, options.resamples)
+    if files.ladder.accuracy:
+        usable = [point for point in points if point.usable]
+        resampled = evolve(resampled, curve=fit_curve(usable, resampled.draws))
     facts = fit_facts(
         resampled,
         points,
@@ -257,7 +261,7 @@ def fit_ladder(options: argparse.Namespace) -> int:
     files.out.mkdir(parents=True, exist_ok=True)
     # With points of other programs, nothing has made the folder yet
     (files.out / FOLDER_MARK).touch()
-    write_fit(files.out / FIT, resampled, points, files.ladder.count, files.law_type)
+    write_fit(files.out / FIT, resampled, points, files.ladder.count, files.law_type, files.ladder.accuracy)
     if options.json:
         print_json(facts)
     else:

@@ -14,6 +14,7 @@ import numpy as np
 from attrs import evolve, field, frozen
 
 from forge_core.contracts.errors import JobError
+from forge_plugin_ladder.accuracy import Curve
 from forge_plugin_ladder.fitting import Fit, Search, sizes_of
 from forge_plugin_ladder.law import Values
 from forge_plugin_ladder.points import Point
@@ -37,6 +38,10 @@ class Resampled:
     """Factor on deviations from the fit."""
     failed: int
     """Resamples whose search did not converge; they are left out."""
+    draws: Sequence[Values] = field(default=(), eq=False)
+    """Rows of the points in each resample; none of a fit that was read from a file."""
+    curve: Curve | None = field(default=None, eq=False)
+    """Accuracy by the loss, where the ladder has a second step."""
 
     def each(self) -> Sequence[Fit]:
         """Returns the resamples as fits."""
@@ -80,13 +85,13 @@ def resample(
         )
     # Searched from the fit's values: a grid for each draw would take thirty times as long
     groups, generator, search = list(runs.values()), np.random.default_rng(seed), Search(fit.law, sizes, losses)
-    found = []
+    found = list[tuple[Fit, Values]]()
     for _ in range(count):
         drawn = generator.integers(0, len(groups), len(groups))
         rows = np.concatenate([groups[number] for number in drawn])
-        found.append(search.polish(fit.coefficients, fit.exponents, fit.threshold, rows))
+        found.append((search.polish(fit.coefficients, fit.exponents, fit.threshold, rows), rows))
     # A draw may leave out all runs of the smallest sizes
-    kept = [each for each in found if each.converged]
+    kept = [each for each, _ in found if each.converged]
     if len(kept) < 0.9 * count:
         raise JobError(
             f"{count - len(kept)} of {count} resamples did not converge: the points do not determine the law"
@@ -98,4 +103,5 @@ def resample(
         residuals=np.log(losses / fit.loss(sizes)),
         widened=math.sqrt(len(groups) / (len(groups) - values)),
         failed=count - len(kept),
+        draws=[rows for each, rows in found if each.converged],
     )

@@ -65,6 +65,10 @@ class Ladder:
     at the last step that both share, which is where the decay of the shorter one begins."""
     unique_tokens: float = field(default=0.0, validator=ge(0))
     """Tokens of the data, beyond which a run repeats some; 0: as each run has counted them itself."""
+    metric: str = field(default="eval/loss", validator=min_len(1))
+    """Metric of the last evaluation that the law is of, such as the bits a byte of a task."""
+    accuracy: str = ""
+    """Metric of the last evaluation that follows from `metric` in a second step, such as a task's accuracy."""
     count: Literal["parameters", "parameters_total"] = "parameters"
     """N of the law: parameters without embedding and head, or all."""
     law: Law = default_type("additive")

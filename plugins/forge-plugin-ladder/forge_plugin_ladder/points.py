@@ -38,6 +38,8 @@ class Point:
     """FLOPs of the training, by the model's own count."""
     loss: float = field(default=math.nan, validator=NUMBER)
     """Loss at the end, in nats a token; NaN for a run that has none."""
+    accuracy: float = field(default=math.nan, validator=NUMBER)
+    """Of the task whose loss this is, a part of 1; NaN if the ladder has no second step."""
     held_out: bool = field(default=True, validator=instance_of(bool))
     """Whether the loss is of text that was not trained on, and not a mean of training losses."""
     budget: str = field(default="", validator=TEXT)
@@ -66,7 +68,7 @@ def write_points(path: Path, points: Sequence[Point], option: str = "--out") -> 
     """Write points with every digit: `float.__repr__` is exact, and rounded values have biased published fits."""
     # JSON has no infinity, which is also the default.
     rows = [{name: value for name, value in asdict(point).items() if value != math.inf} for point in points]
-    rows = [row | ({} if math.isfinite(row["loss"]) else {"loss": None}) for row in rows]
+    rows = [row | {name: None for name in ("loss", "accuracy") if not math.isfinite(row.get(name, 0))} for row in rows]
     text = json.dumps({"made_by": MARK, "schema": SCHEMA, "points": rows}, indent=1, allow_nan=False)
     write_atomically(output_file(path, option), f"{text}\n")
 
@@ -100,7 +102,7 @@ def _point(row: Any, where: str) -> Point:
     if missing := [name for name, needed in keys.items() if needed and name not in row]:
         raise JobError(f"{where} has no {', '.join(missing)}")
     # JSON has no NaN
-    values: dict[str, Any] = row if row.get("loss", 0) is not None else row | {"loss": math.nan}
+    values: dict[str, Any] = row | {name: math.nan for name in ("loss", "accuracy") if row.get(name, 0) is None}
     try:
         return Point(**values)
     except (TypeError, ValueError) as error:

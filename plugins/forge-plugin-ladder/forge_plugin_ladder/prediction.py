@@ -38,6 +38,10 @@ class Prediction:
     """Of the law: where the mean of many such runs would be."""
     run_interval: Interval
     """Of one run, whose loss has the noise of the points."""
+    accuracy: float | None = None
+    """Of the task, in a second step; None: the ladder has none."""
+    accuracy_interval: Interval | None = None
+    """Of the law and of the curve together."""
 
 
 @frozen(kw_only=True)
@@ -132,7 +136,7 @@ def predict(
     sizes, tokens, losses = map(
         np.array, zip(*(best_size(each, flops, cost) for each in resampled.each()), strict=True)
     )
-    interval = resampled.interval
+    interval, curve = resampled.interval, resampled.curve
     return Prediction(
         flops=flops,
         parameters=n,
@@ -142,6 +146,8 @@ def predict(
         loss=loss,
         loss_interval=interval(loss, losses, level),
         run_interval=interval(loss, with_noise(losses, resampled), level),
+        accuracy=curve.at(loss) if curve else None,
+        accuracy_interval=curve.interval(losses, level) if curve else None,
     )
 
 

@@ -8,9 +8,11 @@ from pathlib import Path
 
 from attrs import evolve
 
+from forge_core import read_metrics
 from forge_core.checkpoint.run_folder import RunFolder, storage_of
 from forge_core.checkpoint.storage import read_manifest
 from forge_core.contracts.errors import ExitCode, JobError
+from forge_plugin_ladder.ladder import Ladder
 from forge_plugin_ladder.planned import Planned
 from forge_plugin_ladder.points import Point
 from forge_plugin_ladder.trunk import trunk_settings
@@ -18,6 +20,7 @@ from forge_plugin_runs.compare.comparison import Comparison
 from forge_plugin_runs.compare.grid import Cell, Trial, check_jobs, trial_of
 from forge_plugin_runs.compare.results import Outcome, read_outcome
 
+LOSS = "eval/loss"
 RUNS = "runs"
 """Folder of the run folders, within the ladder's."""
 
@@ -97,10 +100,10 @@ def settle(comparison: Comparison, trials: Sequence[Trial]) -> None:
         comparison.record.write()
 
 
-def collect(runs: Sequence[Planned], base: Path, out: Path, unique_tokens: float, is_branching: bool) -> list[Point]:
+def collect(runs: Sequence[Planned], base: Path, out: Path, ladder: Ladder) -> list[Point]:
     """Returns a point for each planned run; one without a loss has the reason."""
-    comparison, points = Comparison(out=out), []
-    trials = {run.name: trial for run, trial in zip(runs, trials_of(runs, base, out, is_branching), strict=True)}
+    comparison = Comparison(out=out)
+    trials = {run.name: trial for run, trial in zip(runs, trials_of(runs, base, out, ladder.trunk), strict=True)}
     settle(comparison, [*trials.values()])
     record = comparison.record
     # With one budget more in the file, its runs are not in the record yet
@@ -109,34 +112,48 @@ def collect(runs: Sequence[Planned], base: Path, out: Path, unique_tokens: float
         for name, trial in trials.items()
         if trial.name in record.entries
     }
+    points = []
     for run in runs:
         outcome = outcomes.get(run.name)
         if outcome is not None and run.trunk in outcomes:
             outcome = _whole(outcome, outcomes[run.trunk])
-        failed = "never started" if outcome is None else _reason(outcome)
-        # A loss of a run that diverged is no point of the law, whatever its value
-        loss = math.nan
-        if outcome is not None and not failed:
-            loss = outcome.held_out if outcome.evaluations else outcome.mean_loss
-        points.append(
-            Point(
-                run=trials[run.name].name,
-                parameters=run.parameters,
-                parameters_total=run.parameters_total,
-                tokens=run.tokens,
-                flops=run.flops,
-                loss=loss,
-                held_out=bool(outcome and outcome.evaluations),
-                budget=run.budget,
-                unique_tokens=math.inf
-                if failed
-                else unique_tokens or counted_tokens(out / RUNS / trials[run.name].name, run),
-                seed=run.seed or 0,
-                trunk=trials[run.trunk].name if run.trunk else "",
-                failed=failed,
-            )
+        point = Point(
+            run=trials[run.name].name,
+            parameters=run.parameters,
+            parameters_total=run.parameters_total,
+            tokens=run.tokens,
+            flops=run.flops,
+            held_out=bool(outcome and outcome.evaluations) or ladder.metric != LOSS,
+            budget=run.budget,
+            seed=run.seed or 0,
+            trunk=trials[run.trunk].name if run.trunk else "",
+            failed="never started" if outcome is None else _reason(outcome),
         )
+        # A loss of a run that diverged is no point of the law, whatever its value
+        points.append(point if point.failed or outcome is None else _measured(point, outcome, run, ladder))
     return points
+
+
+def _measured(point: Point, outcome: Outcome, run: Planned, ladder: Ladder) -> Point:
+    """A point with what its run measured at its end."""
+    names = {name: key for name, key in (("loss", ladder.metric), ("accuracy", ladder.accuracy)) if key}
+    values = {name: _last(outcome.folder, key, run.steps) for name, key in names.items()}
+    if ladder.metric == LOSS and not outcome.evaluations:
+        values["loss"] = outcome.mean_loss
+    if missing := [names[name] for name, value in values.items() if not math.isfinite(value)]:
+        return evolve(point, failed=f"no {missing[0]} in its last evaluation")
+    return evolve(
+        point,
+        loss=values["loss"],
+        accuracy=values.get("accuracy", math.nan),
+        unique_tokens=ladder.unique_tokens or counted_tokens(outcome.folder, run),
+    )
+
+
+def _last(run: Path, name: str, step: int) -> float:
+    """A metric of the evaluation after the last step; NaN if that has none."""
+    steps, values = read_metrics(run).evaluations.column(name)
+    return float(values[-1]) if len(steps) and steps[-1] == step else math.nan
 
 
 def counted_tokens(folder: Path, run: Planned) -> float:

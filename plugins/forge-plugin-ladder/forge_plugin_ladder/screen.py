@@ -10,6 +10,7 @@ from attrs import asdict
 
 from forge_kit.tools.outputs import MARK
 from forge_kit.tools.tables import columns
+from forge_plugin_ladder.accuracy import NAMES, SOURCE
 from forge_plugin_ladder.intervals import Resampled
 from forge_plugin_ladder.parabolas import IsoFlops
 from forge_plugin_ladder.planned import STEPS, Planned
@@ -102,6 +103,9 @@ def fit_facts(
         "spread": float(abs(resampled.residuals).mean()),
         "threshold": fit.threshold,
         "held_out": asdict(tried) if tried else None,
+        "accuracy": None
+        if (curve := resampled.curve) is None
+        else {"values": dict(zip(NAMES, map(float, curve.values), strict=True)), "spread": curve.spread},
         "iso_flops": {"exponent": curves.exponent, "warnings": list(curves.warnings), "curves": len(curves.parabolas)},
     }
     if {"alpha", "beta"} <= set(law.exponents):
@@ -133,6 +137,10 @@ def fit_text(facts: Mapping[str, Any]) -> str:
         )
     else:
         lines.append("largest budget: too few other points to predict it from")
+    if second := facts["accuracy"]:
+        values = ", ".join(f"{name} {value:.4g}" for name, value in second["values"].items())
+        lines.append(f"accuracy = low + (high - low) / (1 + exp(k (L - middle))): {values}  ({SOURCE})")
+        lines.append(f"mean deviation of accuracies {100 * second['spread']:.2g} points")
     curves = facts["iso_flops"]
     if math.isfinite(curves["exponent"]):
         lines.append(f"by {curves['curves']} IsoFLOP parabolas N ~ C^{curves['exponent']:.4f}")
@@ -152,6 +160,8 @@ def prediction_table(found: Sequence[Prediction], level: float) -> str:
         f"{100 * level:g} % of the law",
         f"{100 * level:g} % of a run",
     ]
+    if any(each.accuracy is not None for each in found):
+        head += ["accuracy", ""]
     return columns([head, *map(_cells, found)])
 
 
@@ -165,6 +175,7 @@ def _cells(each: Prediction) -> list[str]:
         f"{each.loss:.4f}",
         between(each.loss_interval, ".4f"),
         between(each.run_interval, ".4f"),
+        *([] if each.accuracy is None else [f"{each.accuracy:.3f}", between(each.accuracy_interval or (), ".3f")]),
     ]
 
 

@@ -96,6 +96,15 @@ def test_trunks_are_queued_first_and_their_branches_behind_them(here, capsys):
     assert [(point.usable, point.trunk) for point in points] == [(True, "small-800-tokens"), (True, "")]
     # 64 sequences of 8 tokens, of which the longer run repeats most
     assert [point.unique_tokens for point in points] == [math.inf, 512]
+    # The law of another metric, and a second step that no evaluation has measured
+    (here / "ladder.toml").write_text('metric = "eval/perplexity"\n' + LADDER)
+    assert command(["run", "ladder.toml"]) == ExitCode.FINISHED
+    assert [math.log(point.loss) for point in read_points(here / "rungs/points.json")] == pytest.approx(
+        [point.loss for point in points]
+    )
+    (here / "ladder.toml").write_text('accuracy = "eval/acc"\n' + LADDER)
+    assert command(["run", "ladder.toml"]) == ExitCode.FINISHED
+    assert "small-80-tokens: no eval/acc in its last evaluation; its point is marked" in capsys.readouterr().out
 
 
 def test_a_run_that_failed_is_queued_again_and_its_point_marked(here, capsys):
