@@ -206,8 +206,12 @@ class _Size:
             if text := rule.warning(scale):
                 warnings.append(f"{key}: {text}")
         # FLOPs follow from the tokens that are fed, not from those that were asked for
+        sized = evolve(train, global_batch_size=batch)
         steps = max(1, round(tokens / (batch * train.seq_len)))
-        fed = steps * batch * train.seq_len
+        if train.batch_schedule is not None:
+            # Its steps differ in size, and are counted to the first that has fed them all
+            steps = max(1, sized.steps_until(round(tokens / train.seq_len)))
+        fed = sized.sample_after(steps) * train.seq_len
         values[STEPS] = str(steps)
         return Planned(
             name=f"{self.name}-{budget}" + ("" if seed is None else f"-seed-{seed}"),

@@ -71,6 +71,8 @@ def shared_steps(trunk: Job, branch: Job, catalog: Catalog) -> tuple[int, str]:
         is_schedule = change.path.startswith(tuple(f"{path}." for path in schedules))
         if change.path != STEPS and not (is_schedule and change.means == "safe"):
             return 0, f"their jobs differ in {change}"
+    if trunk.train.batch_sizes != branch.train.batch_sizes:
+        return 0, "their batch schedules differ"
     # Schedules are functions of the step and the run's length alone, so that no model is needed
     context = bare_context(branch, Layout(), catalog, torch.device("cpu"))
     pairs = {path: (context.build(others[path]), context.build(schedules[path])) for path in schedules}

@@ -92,6 +92,14 @@ def test_a_plan_has_every_run_with_its_size_and_budget(here, capsys):
     assert "8 runs" in capsys.readouterr().out
 
 
+def test_batches_that_grow_are_counted_by_their_schedule(here, capsys):
+    # Ten steps of one sequence of eight tokens, and then two sequences each
+    grown = "[train.batch_schedule]\ntype = 'piecewise'\nbatch_sizes = [1, 2]\nstart_tokens = [80]\n[model]"
+    (here / "job.toml").write_text(JOB.replace("[model]", grown, 1))
+    (here / "ladder.toml").write_text(TRUNK.replace("trunk = true", ""))
+    assert [(run["steps"], run["tokens"]) for run in planned(capsys)] == [(15, 160), (25, 320)]
+
+
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
