@@ -14,8 +14,9 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import redirect_stdout
+from contextlib import ExitStack, redirect_stdout
 from typing import Any
+from unittest import mock
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -26,10 +27,11 @@ from forge_core.contracts.components import TrainingHook
 from forge_core.engine.trainer import Trainer
 from forge_core.plugins.catalog import Catalog
 from forge_plugin_taps.stats import TrainingStats
+from forge_plugin_taps.stats.step_probe import StepProbe
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
 from forge_testing import Numbers, tiny_job
 
-SEQUENCES, SEQ_LEN, LAYERS = 8, 256, 6
+SEQUENCES, SEQ_LEN, LAYERS, VOCABULARY = 8, 256, 6, 4096
 
 
 @define(kw_only=True, slots=False)
@@ -40,10 +42,19 @@ class Timed(TrainingStats):
         super().__attrs_post_init__()
         self.seconds: dict[int, float] = {}
 
-    def _measure(self, event: Callable[[Any], None], context: Any) -> None:
+    def _measure(self, function: Callable[..., None], *args: Any) -> None:
         began = time.process_time()
-        event(context)
-        self.seconds[context.step] = self.seconds.get(context.step, 0.0) + time.process_time() - began
+        function(*args)
+        self.seconds[self._step] = self.seconds.get(self._step, 0.0) + time.process_time() - began
+
+    def measures_logits(self) -> Any:
+        """A context in which the logits that the hook computes within the loss are measured, too."""
+        compute = StepProbe._measure
+        return mock.patch.object(StepProbe, "_measure", lambda *args: self._measure(compute, *args))
+
+    def on_step_begin(self, context: Any) -> None:
+        self._step = context.step
+        self._measure(super().on_step_begin, context)
 
     def on_gradients(self, context: Any) -> None:
         self._measure(super().on_gradients, context)
@@ -69,11 +80,14 @@ def measure(dim: int, steps: int, **settings: Any) -> None:
     """Print the median cost of a sampled step of a model of this width."""
     attention = GroupedQueryAttention(heads=4, kv_heads=2)
     hook, clock = Timed(interval=2, **settings), Clock()
-    with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nothing, redirect_stdout(nothing):
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
+        stack.enter_context(hook.measures_logits())
         job = tiny_job(
             folder,
             Catalog.installed(),
-            model=Transformer(vocab_size=512, dim=dim, layers=LAYERS, attention=attention),
+            model=Transformer(vocab_size=VOCABULARY, dim=dim, layers=LAYERS, attention=attention),
             data={"sources": (Numbers(held_out=5),)},
             hooks={"training_stats": hook},
             steps=steps,
@@ -97,9 +111,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=24)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print(f"{LAYERS} layers, {SEQUENCES} x {SEQ_LEN} tokens, one thread, CPU time")
+    print(f"{LAYERS} layers, {SEQUENCES} x {SEQ_LEN} tokens, {VOCABULARY} words, one thread, CPU time")
     for dim in (128, 256):
-        for settings in ({}, {"updates": False}, {"by": "parameter"}):
+        for settings in ({}, {"logits": False}, {"logits": False, "updates": False}):
             measure(dim, options.steps, **settings)
 
 

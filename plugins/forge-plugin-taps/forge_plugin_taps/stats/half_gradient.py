@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from forge_core.contracts.data import IGNORED_LABEL, Batch
-from forge_core.parallel.layout import micro_batches
 from forge_core.parallel.mesh import all_reduce_tokens, sample_rank
 from forge_kit.nn.recomputing import Recomputing
 from forge_kit.nn.step_state import StepState
@@ -29,8 +28,7 @@ class HalfGradient:
 
     def __init__(self, inner: Executor, model: Model, context: BuildContext, stages: Sequence[ParallelStage]) -> None:
         self._inner, self._model, self._context, self._stages = inner, model, context, stages
-        count, size = micro_batches(context.job, context.layout)
-        self._first = sample_rank(context.mesh, context.layout) * count * size
+        self._rank = sample_rank(context.mesh, context.layout)
         self._norms: TensorNorms | None = None
         self.due = False
         """Whether the next training step is sampled."""
@@ -72,7 +70,8 @@ class HalfGradient:
 
     def _masked(self, batches: Sequence[Batch]) -> Iterator[Batch]:
         """The micro-batches without the labels of rows whose number in the global batch is odd."""
-        first = self._first
+        # From the batches, as a schedule may give each step another size
+        first = self._rank * sum(len(batch["labels"]) for batch in batches)
         for batch in batches:
             labels = batch["labels"]
             rows = torch.arange(first, first + len(labels), device=labels.device)

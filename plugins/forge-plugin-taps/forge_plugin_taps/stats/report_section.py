@@ -12,7 +12,7 @@ from attrs import frozen
 from forge_kit.tools.report_sections import Block, Cell, Chart, HeatMap, Line, ReportRun, ReportSection, Table, finite
 from forge_plugin_taps.stats.limits import Limit
 from forge_plugin_taps.stats.noise_scale import NOISE
-from forge_plugin_taps.stats.training_stats import GRADIENT, PREFIX, RATIO, UPDATE, WEIGHT, WHOLE
+from forge_plugin_taps.stats.training_stats import GRADIENT, LARGEST_LOGIT, PHASES, PREFIX, RATIO, UPDATE, WEIGHT, WHOLE
 
 SHOWN = 120
 """Sampled steps that a map has: more are thinned out evenly."""
@@ -20,6 +20,8 @@ ROWS = 24
 """Groups from which the table is folded."""
 USUAL = -3.0
 """Logarithm of the ratio of update to weight that is often given for Adam: 1e-3."""
+
+CHARTS = {"Gradient noise scale, tokens": NOISE, "Largest logit": LARGEST_LOGIT}
 
 Row = Mapping[str, Any]
 
@@ -35,9 +37,12 @@ class TrainingStatsSection(ReportSection):
     place: ClassVar[float] = 54.0
 
     def blocks(self, runs: Sequence[ReportRun]) -> Iterable[Block]:
-        """Yields the noise scale of all runs, then maps, last figures and what was beyond a limit, run by run."""
-        if noise := [line for run in runs if (line := _noise(run))]:
-            yield Chart(title="Gradient noise scale, tokens", name=NOISE, lines=noise)
+        """Yields curves and memory of all runs, then maps, last figures and what was beyond a limit, run by run."""
+        for title, name in CHARTS.items():
+            if lines := [line for run in runs if (line := _line(run, name))]:
+                yield Chart(title=title, name=name, lines=lines)
+        if peaks := list(_peaks(runs)):
+            yield Table(title="Peak of memory by the end of each phase, GB", head=["run", *PHASES], rows=peaks)
         for run in runs:
             rows = [row for row in run.metrics if f"{WEIGHT}/{WHOLE}" in row]
             if rows:
@@ -51,9 +56,18 @@ class TrainingStatsSection(ReportSection):
                 )
 
 
-def _noise(run: ReportRun) -> Line | None:
-    # NaN where the estimate of the square is not positive: a gap in the curve
-    rows = [(row["step"], value) for row in run.metrics if (value := finite(row.get(NOISE))) is not None]
+def _peaks(runs: Iterable[ReportRun]) -> Iterable[list[Cell]]:
+    """Yields the largest peak of all sampled steps by phase, of runs that have any."""
+    for run in runs:
+        values = [[finite(row.get(f"{PREFIX}/memory/{phase}_gb")) or 0.0 for phase in PHASES] for row in run.metrics]
+        largest = [max(of_phase) for of_phase in zip(*values, strict=True)]
+        if any(largest):
+            yield [run, *largest]
+
+
+def _line(run: ReportRun, name: str) -> Line | None:
+    # NaN, as where the estimate of a square is not positive, is a gap in the curve
+    rows = [(row["step"], value) for row in run.metrics if (value := finite(row.get(name))) is not None]
     return Line(run=run, x=[step for step, _ in rows], y=[value for _, value in rows]) if rows else None
 
 

@@ -6,8 +6,7 @@ Shapes: P parameters of this rank, G groups of the whole model, K kinds of norms
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -31,7 +30,7 @@ class TensorNorms:
             by: "role", "part" or "parameter", as `TrainingStats.by`.
         """
         # A rank of a pipeline may list a tied parameter by its other name, which the first rank does not have
-        roles, ties = _roles(model), dict(model.tied_parameters())
+        roles, ties = roles_of(model), dict(model.tied_parameters())
         named = [
             (ties.get(name, name), name, each) for name, each in model.named_parameters() if each.is_floating_point()
         ]
@@ -107,22 +106,3 @@ def _group(name: str, role: Role, by: str) -> str:
 def _ordered(groups: set[str]) -> list[str]:
     places = {layer: number for number, layer in enumerate(in_order(group.partition("/")[0] for group in groups))}
     return sorted(groups, key=lambda group: (places[group.partition("/")[0]], group))
-
-
-class _View:
-    """What `roles_of` reads of a model, without roles that a rank of a pipeline declares of other ranks' parameters."""
-
-    def __init__(self, model: Model) -> None:
-        self._model = model
-
-    def named_modules(self) -> Any:
-        return self._model.named_modules()
-
-    def parameter_roles(self) -> Mapping[str, Role]:
-        here = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
-        return {name: role for name, role in self._model.parameter_roles().items() if name in here}
-
-
-def _roles(model: Model) -> Mapping[str, Role]:
-    view: Any = _View(model)
-    return roles_of(view)

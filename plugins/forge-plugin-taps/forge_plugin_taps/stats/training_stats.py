@@ -18,12 +18,16 @@ if TYPE_CHECKING:
     from forge_core.contracts.contexts import StepContext, TrainContext
     from forge_core.contracts.layout import Layout
     from forge_core.job import Job
+    from forge_plugin_taps.stats.step_probe import StepProbe
     from forge_plugin_taps.stats.tensor_norms import TensorNorms
 
 PREFIX = "stats"
 WEIGHT, GRADIENT, UPDATE, RATIO = (
     f"{PREFIX}/{name}" for name in ("weight_norm", "gradient_norm", "update_norm", "update_ratio")
 )
+LARGEST_LOGIT = f"{PREFIX}/logits/max"
+PHASES = ("forward", "backward", "optimizer")
+"""Phases at whose ends the peak of memory is read."""
 WHOLE = "model"
 """Last part of the names of the numbers of all parameters together."""
 
@@ -42,6 +46,14 @@ class TrainingStats(TrainingHook):
     GROUP is a layer with a role, part or parameter (`layers.3/matrix`), or `model` for all parameters. All numbers are
     the same under every layout. Parameters that do not train have gradients and updates of 0.
 
+    Of the model as a whole there are
+
+    - `stats/logits/max`, `stats/logits/rms`: largest absolute value and root mean square of the logits of all
+      positions, NaN where a loss does not enter `Head.whole`;
+    - `stats/memory/forward_gb`, `backward_gb`, `optimizer_gb`: peak of allocated memory, in 10^9 bytes, from the
+      beginning of the step to the end of the first forward pass, of all passes, and of the update, of the rank with
+      most. Devices without memory statistics, such as CPUs, have none of them.
+
     A sampled step costs one pass over weights, gradients and updates, one collective, and no wait of the host. With
     `updates` it keeps a copy of this rank's part of the weights that train, from the end of the backward pass, when the
     activations are freed, to the end of the step. Between sampled steps nothing is kept and nothing is computed.
@@ -56,6 +68,8 @@ class TrainingStats(TrainingHook):
     parameter by itself. Parameters outside of layers belong to their module (`embedding`, `head`, …)."""
     updates: bool = True
     """Whether norms of updates are logged, for which weights are copied."""
+    logits: bool = True
+    """Whether extremes of logits are logged, for which a sampled step computes them once more, without a gradient."""
     limits: tuple[Limit, ...] = ()
     """`[[hooks.training_stats.limits]]`: numbers of sampled steps that must stay within bounds."""
 
@@ -64,6 +78,7 @@ class TrainingStats(TrainingHook):
         self._norms: TensorNorms | None = None
         self._sampled: list[Tensor] = []
         self._before: list[Tensor | None] = []
+        self._probe: StepProbe | None = None
         self._limits = Limits(self.limits)
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
@@ -83,10 +98,18 @@ class TrainingStats(TrainingHook):
         self._norms = TensorNorms(context.model, context.build.device, self.by)
         self._forget()
 
+    def on_step_begin(self, context: StepContext) -> None:
+        """Looks at head and memory from the first forward pass of a sampled step on."""
+        from forge_plugin_taps.stats.step_probe import StepProbe
+
+        if context.build is not None and context.step % self.interval == 0:
+            self._probe = StepProbe(context.model, context.build.device, self.logits)
+
     def on_gradients(self, context: StepContext) -> None:
         """Sums squares of weights and gradients, and copies the weights that are about to change."""
-        if self._norms is None or context.step % self.interval:
+        if self._norms is None or self._probe is None:
             return
+        self._probe.leave()
         weights, gradients = self._norms.weights(), self._norms.gradients()
         self._sampled = [self._norms.squares(weights), self._norms.squares(gradients)]
         if self.updates:
@@ -98,8 +121,10 @@ class TrainingStats(TrainingHook):
         """Adds up over ranks, logs, and judges the numbers of the sampled step before. Collective in a sampled step."""
         # The step before, whose copy has arrived by now: to judge this step's would wait for the device
         self._limits.settle(context)
-        if self._norms is None or not self._sampled:
+        if self._norms is None or self._probe is None:
             return
+        for name, value in self._probe.over_ranks().items():
+            context.log(f"{PREFIX}/{name}", value)
         if self.updates:
             self._sampled.append(self._norms.changes(self._before))
         # One collective for all kinds: latency, and not size, is what it costs
@@ -121,6 +146,12 @@ class TrainingStats(TrainingHook):
         """Judges the numbers of the last sampled step, as the run may end with this save, which waits anyhow."""
         self._limits.settle(context)
 
+    def on_exception(self, context: TrainContext, error: BaseException) -> None:
+        """Gives the model its methods back, as a notebook may continue to use it."""
+        if self._probe is not None:
+            self._probe.leave()
+
     def _forget(self) -> None:
+        self._probe = None
         self._sampled = []
         self._before = []

@@ -12,6 +12,7 @@ from stats_jobs import MODEL, job, lines, stats
 
 from forge_core import ForgeError, TrainingHook
 from forge_core.contracts.errors import NonFiniteError
+from forge_plugin_losses import ChunkedCrossEntropy
 from forge_plugin_moe import MoE
 from forge_plugin_taps.stats import Limit
 from forge_testing.catalogs import installed
@@ -32,6 +33,11 @@ WITHIN = {
 @define(kw_only=True, slots=False)
 class Tensors(TrainingHook):
     """Keeps what the numbers of the last step are made of."""
+
+    def on_step_begin(self, context):
+        with torch.no_grad():
+            hidden = [context.model(context.model.prepare(batch)) for batch in context.batches]
+            self.logits = torch.cat([context.model.head(each) for each in hidden])
 
     def on_gradients(self, context):
         named = dict(context.model.named_parameters())
@@ -57,7 +63,8 @@ def test_norms_are_those_of_whole_tensors(tmp_path, by):
     for name in ("embedding", "head", "norm"):
         groups[f"{name}/{name if by == 'role' else 'weight'}"] = [f"{name}.weight"]
     groups["model"] = list(tensors.weights)
-    expected = {}
+    logits = tensors.logits
+    expected = {"stats/logits/max": logits.abs().max().item(), "stats/logits/rms": logits.square().mean().sqrt().item()}
     for group, names in groups.items():
         of = {
             kind: torch.cat([getattr(tensors, f"{kind}s")[name].flatten() for name in names]).norm().item()
@@ -70,15 +77,47 @@ def test_norms_are_those_of_whole_tensors(tmp_path, by):
 
 
 def test_without_updates_no_weights_are_copied(tmp_path):
-    hook = stats(updates=False)
+    hook = stats(updates=False, logits=False)
     found = lines(job(tmp_path, hook, steps=2))[2]
     assert {name.split("/")[1] for name in found} == {"weight_norm", "gradient_norm"}
     assert not hook._before
 
 
+def test_peaks_of_memory_are_read_at_the_ends_of_phases_and_not_reset(tmp_path, monkeypatch):
+    asked = []
+
+    def fake(device, function):
+        asked.append(function)
+        return {"allocated_bytes.all.peak": 1e9 * len(asked)}
+
+    monkeypatch.setattr("forge_plugin_taps.stats.step_probe.query_device", fake)
+    found = lines(job(tmp_path, stats(), steps=2))
+    # At the beginning of the step, whether there are any; then at the end of each phase
+    assert {name: value for name, value in found[2].items() if "memory" in name} == {
+        "stats/memory/forward_gb": 2.0,
+        "stats/memory/backward_gb": 3.0,
+        "stats/memory/optimizer_gb": 4.0,
+    }
+    assert asked == ["memory_stats"] * 4
+
+
+def test_the_model_has_its_methods_back_after_a_step_that_fails(tmp_path):
+    class Broken(TrainingHook):
+        def on_step_begin(self, context):
+            self.model = context.model
+            assert "finish" in vars(context.model)
+            raise RuntimeError("broken")
+
+    hook = Broken()
+    with pytest.raises(RuntimeError, match="broken"):
+        lines(job(tmp_path, stats(interval=1)), hook)
+    assert "finish" not in vars(hook.model)
+    assert "whole" not in vars(hook.model.head)
+
+
 def observed(model, **settings):
     def observe(folder, layout):
-        changes = {**layout, "model": model}
+        changes = {"model": model, "loss": ChunkedCrossEntropy(chunk_tokens=16), **layout}
         found = lines(job(folder, stats(**settings), installed(), steps=2, **changes))
         return found[2] if not dist.is_initialized() or dist.get_rank() == 0 else None
 
@@ -93,7 +132,7 @@ def the_same(ranks, alone):
 TIED = evolve(MODEL, tie_embeddings=True)
 ROUTED = evolve(MODEL, ffn=MoE(experts=4, hidden=8))
 test_layouts = layout_law(
-    Case("stats", observe=observed(MODEL), compare=the_same, layouts=("fsdp2", "tp2", "pp2", "fsdp2_tp2")),
+    Case("stats", observe=observed(MODEL), compare=the_same, layouts=("fsdp2", "tp2", "pp2", "cp2", "fsdp2_tp2")),
     # The embedding is on both ranks of the pipeline, and counts once
     Case("tied", observe=observed(TIED, by="part"), compare=the_same, layouts=("pp2", "tp2")),
     Case("experts", observe=observed(ROUTED, by="parameter"), compare=the_same, layouts=("fsdp2_ep2",)),
