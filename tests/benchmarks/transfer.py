@@ -76,10 +76,12 @@ def main() -> None:
     parser.add_argument("--parametrizations", nargs="+", default=["complete_p", ""], help='"": without the plugin')
     parser.add_argument("--sizes", nargs="+", default=[*SIZES], choices=[*SIZES])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--rates", nargs="+", type=float, help="in place of the optimizer's")
     parser.add_argument("--steps", type=int, default=150)
     options = parser.parse_args()
     for name in options.optimizers:
         optimizer, rates = OPTIMIZERS[name]
+        rates = options.rates or rates
         for mup in options.parametrizations:
             begun, tuned = time.monotonic(), 0
             print(f"\n{name}, {mup or 'without the plugin'}; rates {', '.join(f'{rate:.3g}' for rate in rates)}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from attrs import field, frozen
 from attrs.validators import ge, gt
@@ -27,6 +27,9 @@ class AdamW(OptimizerComponent):
 
     State: two tensors like each parameter, and a step count. Norms, biases and embeddings are not decayed.
     """
+
+    adam_rule: ClassVar[bool] = True
+    """See `forge_kit.optim.update_size`."""
 
     lr: float = field(default=3e-4, validator=gt(0))
     """Base learning rate; the schedule multiplies it."""

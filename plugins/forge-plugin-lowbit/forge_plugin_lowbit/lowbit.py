@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from attrs import field, frozen
 from attrs.validators import ge, gt
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 @frozen(kw_only=True)
 class _LowBitAdamW(OptimizerComponent):
     """Base: the keys of all four optimizers."""
+
+    adam_rule: ClassVar[bool] = True
+    """See `forge_kit.optim.update_size`."""
 
     lr: float = field(default=3e-4, validator=gt(0))
     """Base learning rate; the schedule multiplies it."""

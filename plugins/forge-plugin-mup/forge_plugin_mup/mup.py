@@ -6,12 +6,14 @@ from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
-from attrs import define
+from attrs import define, field
+from attrs.validators import ge
 
 from forge_core import Job, JobError, Plugin, Problem, hookimpl
 from forge_core.contracts.components import ModelComponent
 from forge_core.contracts.errors import did_you_mean
 from forge_kit.optim.update_size import HasUpdateSize
+from forge_plugin_mup.horizon import Horizon
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +35,9 @@ class MuP(Plugin):
     mup: of the width, by Yang et al. 2022, "Tensor Programs V" (arXiv 2203.03466), table 8. complete_p: of width and
     depth, with AdamW's epsilon, by Dey et al. 2025, "Don't be lazy" (arXiv 2505.01618), table 1 with alpha = 1.
 
+    With `base_batch_tokens` or `base_tokens`, AdamW follows batch and length too (Malladi et al. 2022, arXiv
+    2205.10287; Mlodozeniec et al. 2025, arXiv 2512.22382).
+
     The job is written as for the base model, but for its `[model]`. Factors on logits, on attention scores and on what
     a block adds to the residual stream are absorbed by initial values, rates and epsilon, with which training is the
     same; so the model has no further operation, and exports and generation are as without the plugin. What
@@ -44,6 +49,11 @@ class MuP(Plugin):
     base: Mapping[str, Any]
     """`[plugins.mup.base]`: keys of `[model]` with their values in the base model: `dim = 256`, `layers = 4`,
     `attention.heads = 4`. All other keys are the model's own."""
+
+    base_batch_tokens: int = field(default=0, validator=ge(0))
+    """Tokens a step of the base's run; rate, decay, betas and epsilon of AdamW follow the job's. 0: they do not."""
+    base_tokens: int = field(default=0, validator=ge(0))
+    """Tokens of the base's whole run, likewise."""
 
     def __attrs_post_init__(self) -> None:
         self._comparison: Comparison | None = None  # no field: fields without `init` are state of checkpoints
@@ -58,6 +68,7 @@ class MuP(Plugin):
         if not problems:
             # Such as heads that do not divide the base's width
             yield from (problem.below("base") for problem in base.problems(attrs.evolve(job, model=base), layout))
+        yield from self.horizon(job).problems(job.optimizer)
         if not isinstance(job.optimizer, HasUpdateSize):
             message = f"{type(job.optimizer).__name__} does not declare `update_size(role, outputs, inputs)`"
             yield Problem("", f"{message}, from which its rates follow; see forge_kit.optim.update_size")
@@ -96,9 +107,14 @@ class MuP(Plugin):
         """Divides the groups of whatever optimizer is built by the factors of their parameters."""
         optimizer = yield
         # Before the core divides groups by `[[optimizer.groups]]` and reads the base rates
-        factors = self.factors(context.job)
-        optimizer.param_groups[:] = [part for group in optimizer.param_groups for part in divided(group, factors)]
+        factors, horizon = self.factors(context.job), self.horizon(context.job)
+        groups = [horizon.applied(group) for group in optimizer.param_groups]
+        optimizer.param_groups[:] = [part for group in groups for part in divided(group, factors)]
         return optimizer
+
+    def horizon(self, job: Job) -> Horizon:
+        """Returns batch and length of the job, relative to the base's run."""
+        return Horizon.of(job, self.base_batch_tokens, self.base_tokens)
 
     def factors(self, job: Job) -> dict[str, Factors]:
         """Returns the factors of each parameter of the whole model, by name."""
@@ -120,6 +136,10 @@ class MuP(Plugin):
 
     def choices(self, context: BuildContext) -> Iterable[tuple[str, str, str]]:
         """Yields the factors, with the parameters that have them."""
+        horizon = self.horizon(context.job)
+        if text := str(horizon):
+            reason = f"batch x {horizon.batch:.4g}, tokens x {horizon.tokens:.4g}"
+            yield "mup", f"of all parameters {text}", reason
         names: dict[Factors, list[str]] = {}
         for name, each in self.factors(context.job).items() if self._comparison is not None else ():
             names.setdefault(each, []).append(name)

@@ -12,7 +12,8 @@ HIDDEN = ("matrix", "stack", "fused")
 class HasUpdateSize(Protocol):
     """A component of kind `optimizer` that declares how its updates grow with the sizes of a matrix.
 
-    One that does not is refused by `forge-plugin-mup`.
+    One that does not is refused by `forge-plugin-mup`. A class attribute `adam_rule = True` further declares that every
+    parameter is stepped by AdamW, with `betas` and `eps` in its groups, so that rules for batch and length apply.
     """
 
     # Of the component and not of the optimizer that it builds: a check of the job builds no optimizer.
