@@ -50,10 +50,14 @@ class Horizon:
             "eps": group["eps"] / math.sqrt(self.batch),
         }
 
-    def problems(self, optimizer: Any) -> Iterator[Problem]:
-        """Yields why an optimizer cannot have these rules."""
+    def problems(self, job: Job) -> Iterator[Problem]:
+        """Yields why a job cannot have these rules."""
+        optimizer: Any = job.optimizer
         if self == Horizon():
             return
+        if job.train.batch_schedule is not None:
+            message = "rules for batch and length are for steps of one size, and the job has train.batch_schedule"
+            yield Problem("", f"{message}; leave base_batch_tokens and base_tokens out")
         if not getattr(optimizer, "adam_rule", False):
             message = f"{type(optimizer).__name__} does not declare `adam_rule`: rules for batch and length are AdamW's"
             yield Problem("", f"{message}; leave base_batch_tokens and base_tokens out")

@@ -68,7 +68,7 @@ class MuP(Plugin):
         if not problems:
             # Such as heads that do not divide the base's width
             yield from (problem.below("base") for problem in base.problems(attrs.evolve(job, model=base), layout))
-        yield from self.horizon(job).problems(job.optimizer)
+        yield from self.horizon(job).problems(job)
         if not isinstance(job.optimizer, HasUpdateSize):
             message = f"{type(job.optimizer).__name__} does not declare `update_size(role, outputs, inputs)`"
             yield Problem("", f"{message}, from which its rates follow; see forge_kit.optim.update_size")

@@ -12,6 +12,7 @@ from forge_plugin_adamw import AdamW
 from forge_plugin_lion import Lion
 from forge_plugin_mup import MuP
 from forge_plugin_mup.horizon import Horizon
+from forge_plugin_schedules import Piecewise
 from forge_testing import TinyModel, tiny_job
 from forge_testing.catalogs import installed
 from forge_testing.curves import Training
@@ -79,6 +80,15 @@ def test_a_job_follows_the_batch_and_length_of_the_base(tmp_path: Path) -> None:
         "mup",
         "of all parameters rate x 1.414, weight decay x 1.414, 1 - betas x 2, epsilon x 0.7071",
         "batch x 2, tokens x 1",
+    )
+
+
+def test_steps_of_several_sizes_are_refused(tmp_path: Path) -> None:
+    plugin = MuP(parametrization="mup", base={"dim": 8}, base_batch_tokens=16)
+    schedule = Piecewise(batch_sizes=(2, 4), start_tokens=(64,))
+    settings = {"optimizer": AdamW(), "plugins": {"mup": plugin}, "batch_schedule": schedule}
+    check_problems(
+        problems_of(tiny_job(str(tmp_path), installed(), **settings)), at("plugins.mup", "train.batch_schedule")
     )
 
 
