@@ -18,11 +18,11 @@ from forge_plugin_taps import PointInfo, Statistics, Store
 from forge_plugin_taps.samples import LocalPart
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
 from forge_testing.laws import Case, layout_law
-from forge_testing.layouts import LAYOUTS, LayoutCase
+from forge_testing.layouts import LayoutCase
 from forge_testing.refusals import at, check_problems, problems_of
 
 PIPELINE = {"pp": {"degree": 2}, "tp": {"degree": 2, "sequence_parallel": False}}
-DIVIDED = {"fsdp2_tp2": LAYOUTS["fsdp2_tp2"], "pp2_tp2": LayoutCase(ranks=4, parallel=PIPELINE)}
+DIVIDED = {"pp2_tp2": LayoutCase(ranks=4, parallel=PIPELINE)}
 
 
 def lines(folder, file="taps/statistics.jsonl"):
@@ -87,7 +87,16 @@ MODEL = Transformer(vocab_size=32, dim=16, layers=2, attention=GroupedQueryAtten
 
 def attention(folder, layout, **sinks):
     sinks = {"statistics": Statistics(log=("entropy", "max")), **sinks}
-    run(job(folder, points=("layers.*.pattern", "layers.*.z"), sinks=sinks, parallel=layout, model=MODEL, steps=2))
+    run(
+        job(
+            folder,
+            points=("layers.*.pattern", "layers.*.z", "layers.*.resid_post"),
+            sinks=sinks,
+            parallel=layout,
+            model=MODEL,
+            steps=2,
+        )
+    )
     return lines(folder / "run") if not dist.is_initialized() or dist.get_rank() == 0 else []
 
 
@@ -105,7 +114,7 @@ def test_the_entropy_of_attention_is_a_mean_over_queries_and_heads(tmp_path):
     assert logged["taps/layers.0.z/max"] > 0
 
 
-ATTENTION = {"tp": DIVIDED["pp2_tp2"], "cp": LAYOUTS["fsdp2_cp2"]}
+ATTENTION = ("fsdp2_tp2", "fsdp2_cp2")
 test_entropies = layout_law(
     Case(
         "entropy",

@@ -215,8 +215,8 @@ class ReportSection(Component):
 
     title: ClassVar[str]
     place: ClassVar[float] = 50.0
-    """Sections come in rising order: overview 0, curves 10, job 20, plan 30, data 40, experts 50, activations
-    55, checkpoints 60, goodput 70, profile 75, samples 80."""
+    """Sections come in rising order: overview 0, curves 10, job 20, plan 30, data 40, experts 50, training 54,
+    activations 55, checkpoints 60, goodput 70, profile 75, samples 80."""
 
     def blocks(self, runs: Sequence[ReportRun]) -> Iterable[Block]:
         """Returns what the section shows of the runs; nothing leaves the section out.

@@ -1,4 +1,7 @@
-"""The gradient noise scale: unbiased by enumeration, and beside gradients that are computed here."""
+"""The gradient noise scale: unbiased by enumeration, and beside gradients that are computed here.
+
+Its layouts are those of `test_training_stats.py`.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,14 @@ from itertools import combinations
 
 import pytest
 import torch
-import torch.distributed as dist
 from attrs import define, frozen
-from stats_jobs import MODEL, job, lines
+from stats_jobs import job, lines
 from torch.nn import functional as F
 
 from forge_core import TrainingHook
 from forge_core.contracts.components import LossComponent
 from forge_plugin_taps.stats import NoiseScale
 from forge_plugin_taps.stats.noise_scale import estimates
-from forge_testing.catalogs import installed
-from forge_testing.laws import Case, layout_law
 from forge_testing.refusals import at, check_problems, problems_of
 from forge_testing.suites import HookSuite
 
@@ -69,21 +69,6 @@ def test_a_sampled_step_has_the_numbers_of_the_definition(tmp_path):
     both = [(found[2][f"stats/{name}"], found[4][f"stats/{name}"]) for name in ("gradient_variance", "gradient_square")]
     upper, lower = (0.25 * first + second for first, second in both)
     assert found[4]["stats/noise_scale"] == pytest.approx(upper / lower, rel=1e-12)
-
-
-def observe(folder, layout):
-    plugins = {"noise_scale": NoiseScale(interval=2)}
-    found = lines(job(folder, None, installed(), plugins=plugins, steps=2, model=MODEL, **layout))[2]
-    return found if not dist.is_initialized() or dist.get_rank() == 0 else None
-
-
-def the_same(ranks, alone):
-    assert len(alone) == 3
-    assert ranks[0] == pytest.approx(alone, rel=1e-9)
-
-
-LAYOUTS = ("fsdp2", "tp2", "pp2", "cp2", "replicate2")
-test_layouts = layout_law(Case("noise", observe=observe, compare=the_same, layouts=LAYOUTS))
 
 
 @frozen(kw_only=True)
