@@ -1,6 +1,6 @@
 """Whether rates that were tuned on a small model suit a wide and a deep one, with `mup` and without.
 
-    python tests/benchmarks/transfer.py                     # some 20 minutes of one slow core
+    python tests/benchmarks/transfer.py                     # about an hour of one slow core
     python tests/benchmarks/transfer.py --optimizers muon --seeds 0 1
 
 A base (width 16, 2 layers) is trained at a grid of rates, a factor of two apart, and so are 4 and 8 times its width and
