@@ -36,6 +36,7 @@ EXAMPLES = (
     "forge-run ladder fit ladder.toml --points measured.json",
     "forge-run ladder predict ladder.toml --flops 1e20 1e21",
     "forge-run ladder report ladder.toml",
+    "forge-run ladder critical-batch runs/mine --tokens 1e6 --out batches",
 )
 
 
@@ -90,7 +91,27 @@ def _parser() -> argparse.ArgumentParser:
     fit.add_argument("--resamples", type=positive, default=1000, metavar="N", help="of the runs, for intervals (1000)")
     for action in (predict, report):
         action.add_argument("--level", type=probability, default=0.9, metavar="P", help="of intervals (0.9)")
-    for action in (plan, fit, predict):
+    batch = actions.add_parser(
+        "critical-batch",
+        help=critical_batch.__doc__,
+        description=critical_batch.__doc__,
+        allow_abbrev=False,
+    )
+    batch.set_defaults(action=critical_batch)
+    batch.add_argument("run", type=Path, metavar="RUN", help="folder of a run that has checkpoints")
+    batch.add_argument("--step", type=positive, default=0, metavar="S", help="of the checkpoint (the newest)")
+    batch.add_argument(
+        "--factors", type=positive, nargs="+", default=[1, 2, 4, 8], metavar="K", help="of its batch (1 2 4 8)"
+    )
+    batch.add_argument("--tokens", type=float, required=True, metavar="N", help="to train in each branch")
+    batch.add_argument(
+        "--rate-power", type=float, default=0.5, metavar="P", help="the rate is multiplied by K to this power (0.5)"
+    )
+    batch.add_argument("--tolerance", type=float, default=0.01, metavar="NATS", help="of the loss (0.01)")
+    batch.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the branches")
+    batch.add_argument("--nproc", type=positive, default=1, metavar="N", help="ranks of each branch (1)")
+    batch.add_argument("--parallel", type=positive, default=1, metavar="N", help="branches at the same time (1)")
+    for action in (plan, fit, predict, batch):
         add_json(action)
     return parser
 
@@ -314,4 +335,24 @@ def report_ladder(options: argparse.Namespace) -> int:
     draw(resampled, points, frontier, files.total, files.out / PICTURE)
     print(files.out / REPORT)
     print(files.out / PICTURE)
+    return ExitCode.FINISHED
+
+
+def critical_batch(options: argparse.Namespace) -> int:
+    """Measure the critical batch size at a checkpoint, by branches with larger batches over the same samples."""
+    from forge_plugin_ladder.critical_batch import critical, measure, plan, text_of
+
+    found = plan(options.run, options.step, options.factors, options.tokens, options.rate_power)
+    out = free_folder(options.out, "--out", [RECORD, FOLDER_MARK])
+    say = partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
+    branches = measure(found, out, options.nproc, options.parallel, say)
+    if branches is None:
+        print("interrupted; the same command continues it", file=sys.stderr)
+        return ExitCode.STOPPED
+    if options.json:
+        last = critical(branches, options.tolerance)
+        facts = {"step": found.step, "critical_batch": last.batch, "is_bound": last is branches[-1]}
+        print_json({**facts, "branches": [asdict(branch) for branch in branches]})
+    else:
+        print(text_of(found, branches, options.tolerance))
     return ExitCode.FINISHED
