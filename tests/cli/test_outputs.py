@@ -14,7 +14,7 @@ from forge_kit.tools.outputs import MARK
 
 VALUES = {
     "A,B", "ADDRESS", "C", "GB", "GBITS", "GLOB", "JOBS", "K", "K=V,…", "KEY", "KEY=A,B", "KIND", "LIST", "M", "N",
-    "NAME", "NAMES", "ORG/NAME", "P", "R", "RATE", "REV", "S", "SHARE", "STEP", "T", "TEXT", "TYPE", "X",
+    "NAME", "NAMES", "NATS", "ORG/NAME", "P", "R", "RATE", "REV", "S", "SHARE", "STEP", "T", "TEXT", "TYPE", "X",
 }  # fmt: skip
 """Metavars of what is no path."""
 INPUTS = """
@@ -30,7 +30,7 @@ weights import --tokenizer, weights export run, weights verify first, weights ve
 launch local --resume, launch local files, plan --calibrate, ladder plan ladder, ladder plan --calibrate,
 ladder run ladder, ladder fit ladder, ladder fit --points, ladder predict ladder, ladder predict --points,
 ladder report ladder, ladder report --points, ladder submit ladder, ladder submit --preset,
-ladder check-coordinates files
+ladder check-coordinates files, ladder critical-batch run
 """
 OTHERS = {
     "doctor --output": "it makes a folder of its own there, and removes it",
@@ -41,6 +41,7 @@ OUTPUTS = {
     "checkpoints RUN export --out": "checkpoints RUN export --out={}",
     "checkpoints RUN merge --out": "checkpoints RUN merge --steps 1,2 --out={}",
     "ladder check-coordinates --out": "ladder check-coordinates JOB.toml --out={}.png",
+    "ladder critical-batch --out": "ladder critical-batch RUN --tokens=1 --out={}",
     "compare --out": "compare JOB.toml --out={}",
     "doctor drill --out": "doctor drill JOB.toml --out={}",
     "evaluate --out": "evaluate RUN --tasks a --out={}",

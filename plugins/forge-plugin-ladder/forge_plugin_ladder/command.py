@@ -342,8 +342,8 @@ def critical_batch(options: argparse.Namespace) -> int:
     """Measure the critical batch size at a checkpoint, by branches with larger batches over the same samples."""
     from forge_plugin_ladder.critical_batch import critical, measure, plan, text_of
 
-    found = plan(options.run, options.step, options.factors, options.tokens, options.rate_power)
     out = free_folder(options.out, "--out", [RECORD, FOLDER_MARK])
+    found = plan(options.run, options.step, options.factors, options.tokens, options.rate_power)
     say = partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
     branches = measure(found, out, options.nproc, options.parallel, say)
     if branches is None:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from attrs import evolve, frozen
 
-from forge_core.checkpoint.resume import FLAG
 from forge_core.checkpoint.run_folder import JOB, storage_of
 from forge_core.checkpoint.storage import read_manifest
 from forge_core.config.load import load_job
@@ -16,7 +15,7 @@ from forge_core.contracts.errors import ForgeError, JobError
 from forge_core.job import Job
 from forge_plugin_ladder.runs import RUNS
 from forge_plugin_runs.compare.comparison import Comparison
-from forge_plugin_runs.compare.grid import Cell, trial_of
+from forge_plugin_runs.compare.grid import Cell, Trial, trial_of
 from forge_plugin_runs.compare.results import Outcome
 
 
@@ -122,11 +121,11 @@ def measure(found: Plan, out: Path, ranks: int, parallel: int, say: Callable[[st
         ForgeError: a branch failed.
     """
     comparison = Comparison(out=out, ranks=ranks, parallel=parallel, say=say)
-    trials = []
+    trials: list[Trial] = []
     for factor in found.factors:
         cell = Cell(job=found.run / JOB, settings=found.settings(factor, ranks), label=f"batch-{factor}x")
         trial = trial_of(cell, "", (), out / RUNS, taken=[trial.name for trial in trials])
-        trials.append(evolve(trial, arguments=("--resume", str(found.checkpoint), FLAG)))
+        trials.append(evolve(trial, arguments=("--resume", str(found.checkpoint), "--resume-with-changes")))
     if not comparison.train(trials):
         return None
     outcomes = {outcome.trial.name: outcome for outcome in comparison.outcomes()}
