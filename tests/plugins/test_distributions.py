@@ -19,6 +19,7 @@ SAMPLES: Mapping[str, Samples] = {
     },
     "forge-plugin-ladder": {"branch_points": {"steps": [1]}},
     "forge-plugin-moma": {"moma": {"experts": {"text": 4, "image": 4}}},
+    "forge-plugin-mup": {"mup": {"base": {"dim": 4}}},
     "forge-plugin-preference": {"pairs": {"path": "a.jsonl"}},
     "forge-plugin-schedules": {
         "sequential": {"parts": [{"schedule": {"type": "linear"}, "until": 5}]},
