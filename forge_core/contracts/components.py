@@ -106,6 +106,10 @@ class Component(Generic[Built]):
         """Choices of this component by measurement, printed in the summary: (subject, choice, reason)."""
         return ()
 
+    def waits(self) -> str:
+        """The host's waits for the device because of it, for the summary: how many, when, and why."""
+        return ""
+
     def training_hooks(self, job: Job) -> Iterable[TrainingHook]:
         """Hooks that this component needs in the run loop, in order."""
         return ()
@@ -215,10 +219,6 @@ class OptimizerComponent(Component["torch.optim.Optimizer"]):
     def model_problems(self, model: Model, layout: Layout) -> Iterable[Problem]:
         """Why `model` cannot be optimized under this layout; as `ParallelComponent.model_problems`."""
         return ()
-
-    def waits(self) -> str:
-        """The host's waits for the device inside of `step()`, for the summary: how many, when, and why."""
-        return ""
 
     def build(self, context: BuildContext, parameters: NamedParameters) -> torch.optim.Optimizer:
         """Build it over this rank's `parameters`, after all stages have been applied to the model."""

@@ -91,14 +91,20 @@ def _rows(run: Run, stepper: Stepper, provenance: Mapping[str, Any]) -> Iterator
         yield f"stage {stage.name}", "; ".join(filter(None, reasons)) or "no relation to another stage"
     for number, name in enumerate(run.hooks.hooks, 1):
         yield f"hook {number}", name
-    components = (component.choices(context) for _, component in walk_components(job))
-    for choices in (run.outline.backend_choices, *components):  # the model chose when it was built
+    components = [component for _, component in walk_components(job)]
+    for choices in (
+        run.outline.backend_choices,
+        *(component.choices(context) for component in components),
+    ):  # the model chose when it was built
         for subject, choice, why in choices:
             yield subject, f"{choice} ({why})"
     yield "memory", _memory(run)
     if isinstance(job.checkpoint.storage, Local) and context.folder is not None:
         yield "checkpoints", _room(run, context.folder / job.checkpoint.storage.folder)
-    yield "waits", "; ".join(filter(None, [f"{stepper.waits()} a step", job.optimizer.waits()]))
+    yield (
+        "waits",
+        "; ".join(filter(None, [f"{stepper.waits()} a step", *(component.waits() for component in components)])),
+    )
 
 
 def _model(run: Run) -> str:

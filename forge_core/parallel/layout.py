@@ -89,12 +89,11 @@ def layout_of(job: Job, world_size: int) -> Layout:
 
 def batch_problems(job: Job, layout: Layout) -> Iterator[Problem]:
     """Whether the global batch divides into equal micro-batches on every data-parallel rank."""
-    ranks, size = layout.data_parallel * layout.run[1], job.train.micro_batch_size
-    largest = job.train.global_batch_size
-    path = "train.batch_schedule" if job.train.batch_schedule else "train.global_batch_size"
-    for batch in dict.fromkeys(job.train.batch_sizes.values()):
-        if not 0 < batch <= largest:
-            yield Problem(path, f"has {batch} sequences in a step, not 1 to train.global_batch_size = {largest}")
+    train, ranks, size = job.train, layout.data_parallel * layout.run[1], job.train.micro_batch_size
+    path = f"train.{'batch_schedule' if train.batch_schedule else 'global_batch_size'}"
+    for batch in {*train.batch_sizes.values()}:
+        if not 0 < batch <= train.global_batch_size:
+            yield Problem(path, f"has {batch} sequences in a step, not 1 to {train.global_batch_size = }")
         elif batch % ranks:
             yield Problem(path, f"{batch} is not divisible by the {ranks} data-parallel ranks")
         elif batch // ranks % (size or 1):

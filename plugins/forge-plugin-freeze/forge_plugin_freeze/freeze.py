@@ -95,6 +95,10 @@ class Freeze(Plugin):
             message += "; leave it out, and the stage lasts to the end"
             yield Problem(f"stages.{len(earlier)}.steps", message, fits=total - begun)
 
+    def waits(self) -> str:
+        """Those of `Audit`."""
+        return "three at each stage that begins, for what has changed"
+
     # Outside of the wrappers of other plugins: adapters that they add have names too.
     @hookimpl(wrapper=True, tryfirst=True)
     def forge_build_model(self, component: ModelComponent, context: BuildContext) -> Generator[None, Model, Model]:

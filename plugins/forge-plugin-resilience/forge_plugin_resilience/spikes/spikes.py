@@ -102,6 +102,10 @@ class Spikes(TrainingHook):
         if self.action == "roll_back" and not may_save:
             yield Problem("action", "there will be no checkpoint to go back to; set checkpoint.interval")
 
+    def waits(self) -> str:
+        """One: the step's loss and norm come together."""
+        return "one a step, for spikes"
+
     def on_gradients(self, context: StepContext) -> None:
         """Judge the values of the step, and request to leave out its update. Waits for the device once."""
         # Later ones are made again, after a hook has put back a state with its step

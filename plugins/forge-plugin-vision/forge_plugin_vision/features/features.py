@@ -76,6 +76,10 @@ class Features(Plugin):
 
         return [OpenFeatures(features=self)]
 
+    def waits(self) -> str:
+        """Those of the cache, whose rows are looked up on the host."""
+        return "some for each micro-batch, for rows of the cached features"
+
     def choices(self, context: BuildContext) -> Iterable[tuple[str, str, str]]:
         """Reports the folder in the summary of the run."""
         yield "features", f"kept in {self.folder}", "the vision tower runs for images that are not there"

@@ -135,6 +135,11 @@ class HookSuite(Suite):
         assert found == pytest.approx(expected, rel=1e-5), "a run with it has other losses on a device than on the CPU"
         wrong = undeclared_waits(f"a run with {type(self).__name__}", waits, self.waits)
         assert not wrong, wrong
+        stated = self.make(tmp_path).waits()
+        assert bool(stated) == bool(self.waits), (
+            f"its method `waits`, which the run's summary shows, returns {stated!r}, and the suite has "
+            f"{dict(self.waits)}; return how often the host waits for the device and why, or nothing where it does not"
+        )
 
     @classmethod
     def trained_on_device(cls, folder: str) -> tuple[list[float], Mapping[tuple[str, str], int]]:
