@@ -110,6 +110,15 @@ test_layouts = layout_law(
 )
 
 
+def test_a_balance_is_a_mean_over_the_sequences_of_its_step(tmp_path: Path) -> None:
+    """The first step is that of a run whose batches all have this size."""
+    ours = lines(trained(tmp_path / "ours", {"steps": 1}, "experts"))[0]
+    plain = {"steps": 1, "batch_schedule": None, "global_batch_size": 4}
+    theirs = lines(trained(tmp_path / "plain", plain, "experts"))[0]
+    names = ["loss", "grad_norm", "moe/sequence_balance", "tokens"]
+    assert [ours[name] for name in names] == [theirs[name] for name in names]
+
+
 @pytest.mark.parametrize("stop_after", [1, 3])
 def test_a_run_goes_on_on_more_ranks_within_and_after_the_first_size(tmp_path: Path, stop_after: int) -> None:
     whole = trained(tmp_path / "whole", {})

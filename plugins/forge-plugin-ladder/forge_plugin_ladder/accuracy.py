@@ -17,8 +17,8 @@ from attrs import field, frozen
 from scipy.optimize import least_squares, nnls
 
 from forge_core.contracts.errors import JobError
-from forge_plugin_ladder.law import Values
 from forge_plugin_ladder.points import Point
+from forge_plugin_ladder.values import Values
 
 NAMES = ("low", "high", "k", "middle")
 SOURCE = "Bhagia et al. 2024 (arXiv:2412.04403)"

@@ -21,8 +21,9 @@ from scipy import stats
 from scipy.optimize import least_squares, nnls
 
 from forge_core.contracts.errors import JobError
-from forge_plugin_ladder.law import Law, Sizes, Values
+from forge_plugin_ladder.law import Law, Sizes
 from forge_plugin_ladder.points import Point
+from forge_plugin_ladder.values import Values
 
 GRID = 8
 """Values of each exponent at which searches may start."""

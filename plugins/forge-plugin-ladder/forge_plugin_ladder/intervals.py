@@ -16,8 +16,8 @@ from attrs import evolve, field, frozen
 from forge_core.contracts.errors import JobError
 from forge_plugin_ladder.accuracy import Curve
 from forge_plugin_ladder.fitting import Fit, Search, sizes_of
-from forge_plugin_ladder.law import Values
 from forge_plugin_ladder.points import Point
+from forge_plugin_ladder.values import Values
 
 RESAMPLES = 1000
 LEVEL = 0.9

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-import numpy as np
 from attrs import frozen
-from numpy.typing import NDArray
 
 from forge_core import Component
 
-Values = NDArray[np.float64]
+# numpy is imported where it computes: a job with the hook `branch_points` imports this package to be checked
+if TYPE_CHECKING:
+    from forge_plugin_ladder.values import Values
 
 
 @frozen(kw_only=True)
@@ -63,6 +63,8 @@ class Additive(Law):
     source = "Hoffmann et al. 2022 (arXiv:2203.15556), equation 2"
 
     def terms(self, exponents: Values, sizes: Sizes) -> Values:
+        import numpy as np
+
         alpha, beta = exponents
         return np.stack([np.ones_like(sizes.tokens), sizes.parameters**-alpha, sizes.tokens**-beta], axis=1)
 
@@ -79,6 +81,8 @@ class Repeated(Law):
     source = "Muennighoff et al. 2023 (arXiv:2305.16264), equation 5, without the decay of parameters"
 
     def terms(self, exponents: Values, sizes: Sizes) -> Values:
+        import numpy as np
+
         # expm1, as r (1 - exp(-x / r)) is x for the largest r, where exp would round
         alpha, beta, r = exponents
         # Of tokens that are not all used, only those that are

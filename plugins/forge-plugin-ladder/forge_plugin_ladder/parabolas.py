@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from attrs import field, frozen
 
-from forge_plugin_ladder.law import Values
 from forge_plugin_ladder.points import Point
+from forge_plugin_ladder.values import Values
 
 LEAST = 4
 """Points of a parabola, one more than it has values."""

@@ -11,9 +11,10 @@ from scipy.optimize import minimize_scalar
 from forge_core.contracts.errors import JobError
 from forge_plugin_ladder.fitting import Fit, fit
 from forge_plugin_ladder.intervals import LEVEL, Resampled, resample
-from forge_plugin_ladder.law import Law, Sizes, Values
+from forge_plugin_ladder.law import Law, Sizes
 from forge_plugin_ladder.parabolas import groups_of
 from forge_plugin_ladder.points import Point
+from forge_plugin_ladder.values import Values
 
 FAR = 100.0
 """Factor on the FLOPs of the largest run beyond which a prediction has to be asked for."""
