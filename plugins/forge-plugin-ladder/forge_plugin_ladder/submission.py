@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from attrs import evolve, frozen
 
+from forge_core.checkpoint.storage import Local, LocalStorage
 from forge_core.contracts.errors import JobError, Problem
 from forge_kit.tools.outputs import mark_output
 from forge_plugin_ladder.planned import Planned
@@ -89,7 +90,7 @@ def _from_trunk(trial: Trial, run: Planned, trunk: Path, is_coming: bool, say: C
     """A branch with the checkpoint to start from, which its trunk may still have to save."""
     if is_coming:
         # As a run folder names its checkpoints, wherever its storage keeps them
-        return evolve(trial, arguments=("--resume", str(trunk / "checkpoints" / f"step-{run.branch_step}")))
+        return evolve(trial, arguments=("--resume", str(LocalStorage(trunk / Local().folder).path(run.branch_step))))
     return start_of(trial, run, trunk, say)
 
 
