@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+from attrs import frozen
 
+from forge_core.contracts.components import DatasetComponent
+from forge_core.contracts.contexts import BuildContext
 from forge_core.engine.trainer import Summary, Trainer
+from forge_core.losses import CrossEntropy
 from forge_plugin_moe import MoE, SoftmaxTopK
 from forge_plugin_schedules import LengthSchedule, Piecewise
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
@@ -19,6 +23,7 @@ from forge_testing.curves import Curve, Training, same_curve
 from forge_testing.laws import Case, layout_law
 from forge_testing.layouts import LayoutCase
 from forge_testing.processes import run_on_ranks
+from forge_testing.refusals import refuses
 
 STEPS, SEQ_LEN = 4, 16
 DOUBLED = Piecewise(batch_sizes=(4, 8), start_tokens=(2 * 4 * SEQ_LEN,))
@@ -29,6 +34,32 @@ LAYOUTS = {
     "pp2": LayoutCase(ranks=2, parallel={"pp": {"degree": 2}}, micro_batch_size=2),
     "fsdp2_pp2": LayoutCase(ranks=4, parallel={"fsdp": {}, "pp": {"degree": 2}}, micro_batch_size=1),
 }
+
+
+@frozen(kw_only=True)
+class Whole(CrossEntropy):
+    """A loss that is not of the next token."""
+
+    predicts_next_token: ClassVar[bool] = False
+
+
+class Lanes:
+    """A stream of nothing."""
+
+    is_packed, held_out, bytes_per_token, lanes = True, None, None, 4
+
+    def read(self, lane: int, position: Any) -> Any:
+        return iter(())
+
+
+@frozen(kw_only=True)
+class Streamed(DatasetComponent):
+    """A source of lanes."""
+
+    def build(self, context: BuildContext) -> Lanes:
+        return Lanes()
+
+
 MODELS = {
     "dense": Transformer(vocab_size=32, dim=16, layers=2, attention=ATTENTION),
     # Its balance loss is a mean over the sequences of a step, and so has to know how many these are
@@ -127,6 +158,47 @@ def test_a_run_goes_on_on_more_ranks_within_and_after_the_first_size(tmp_path: P
     changes = {"parallel": {"fsdp": installed().load("parallel", "fsdp")()}}
     after, _ = run_on_ranks(2, lambda rank: losses(trained(part, changes)))
     assert after == pytest.approx(losses(whole), rel=1e-12)
+
+
+def component(kind: str, name: str, **keys: Any) -> Any:
+    return installed().load(kind, name)(**keys)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        (
+            {"parallel": {"taps": component("parallel", "taps", points=("layers.*.mlp_out",))}},
+            "parallel.taps: counts rows in batches of one size; leave train.batch_schedule out, or this stage",
+        ),
+        (
+            {"hooks": {"calibration": component("hook", "calibration")}},
+            "hooks.calibration: times steps of one size; leave train.batch_schedule out, or this hook",
+        ),
+        (
+            {
+                "parallel": {"cp": component("parallel", "cp", degree=2)},
+                "hooks": {"longer": LengthSchedule(lengths=(2, 16), start_tokens=(64,))},
+            },
+            "hooks.longer.lengths.0: with sequences of 2, parallel.cp: degree",
+        ),
+        (
+            {"loss": Whole(), "hooks": {"longer": LengthSchedule(lengths=(8, 16), start_tokens=(64,))}},
+            "hooks.longer: cuts rows into pieces, and the loss is one of whole rows",
+        ),
+    ],
+)
+def test_what_needs_equal_batches_or_whole_rows_is_refused(
+    tmp_path: Path, changes: Mapping[str, Any], problem: str
+) -> None:
+    problems = job_problems(job(tmp_path, changes), ranks=2 if "cp" in changes.get("parallel", {}) else 1)
+    assert any(each.startswith(problem) for each in problems), problems
+
+
+def test_a_stream_needs_batches_of_one_size(tmp_path: Path) -> None:
+    """Its lanes are rows of every batch."""
+    with refuses("data.sources.0", "is a stream, whose lanes need batches of one size"):
+        trained(tmp_path, {"data": {"sources": (Streamed(),)}})
 
 
 def test_a_pipeline_is_checked_for_the_smallest_batch(tmp_path: Path) -> None:
