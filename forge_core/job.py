@@ -116,7 +116,7 @@ class TrainSection:
     def _stretches(self, sample: int) -> Iterator[tuple[int, int, int]]:
         """Steps in a row of one size from `sample` on: their number (of the last, without end), first sample, size."""
         for (_, size), (end, _) in pairwise([*sorted(self.batch_sizes.items()), (1 << 62, 0)]):
-            if sample < end:
+            if sample < end and size > 0:  # a check reports other sizes
                 steps = -((sample - end) // size)  # rounded up: a step that begins before `end` has this size
                 yield steps, sample, size
                 sample += steps * size

@@ -44,7 +44,8 @@ class Stepper:
     """Runs steps: gradients of the global batch, their norm, the update."""
 
     def __init__(self, run: Run) -> None:
-        self._run, self._job, self._mesh, layout = run, run.job, run.context.mesh, run.context.layout
+        self._run, self._job, self._context = run, run.job, run.context
+        self._mesh, layout = run.context.mesh, run.context.layout
         self._parameters = [item.parameter for item in run.parameters]
         # Another rank of a pipeline counts these: the norm is over distinct parameters, and a tied one is one.
         elsewhere = {id(parameter) for stage in run.built_stages for parameter in stage.counted_elsewhere(run.model)}
@@ -80,16 +81,16 @@ class Stepper:
         `waited`: seconds that this rank has waited for the batches.
         """
         # Before anything draws: dropout then depends on nothing earlier, and no generator is part of a checkpoint.
-        seed_step(self._job.job.seed, step, self._part, self._run.context.device)
+        seed_step(self._job.job.seed, step, self._part, self._context.device)
         batches = self._with_draws(batches, step)
         # Before the first forward pass: each loss is divided by the global count before its backward pass, so that
         # every reduction of gradients is a plain sum, and micro-batches weigh by their tokens under every layout.
         tokens, examples, documents, longest_wait, runs = self._facts_of_step(batches, waited)
         # From the batches: their number and their rows differ from step to step, and a hook may have divided rows.
-        layout, rows = self._run.context.layout, sum(len(batch["labels"]) for batch in batches)
-        auxiliary, count = self._run.context.auxiliary, len(batches) * layout.token_ranks * runs
+        layout, rows = self._context.layout, sum(len(batch["labels"]) for batch in batches)
+        auxiliary, count = self._context.auxiliary, len(batches) * layout.token_ranks * runs
         auxiliary.begin_step(tokens, rows * layout.data_parallel * runs, count, examples, documents)
-        dtype = torch.float64 if self._run.context.dtype == torch.float64 else torch.float32
+        dtype = torch.float64 if self._context.dtype == torch.float64 else torch.float32
         # Clamped: a step whose labels are all ignored has gradients of 0 and not of NaN.
         output = self._run.executor.train_step(batches, tokens.clamp(min=1).to(dtype))
         largest = self._largest(auxiliary.largest())
@@ -106,7 +107,7 @@ class Stepper:
         sizes = [len(batch["input_ids"]) for batch in batches]
         of_step = self._first_draw + self._job.train.sample_after(step)
         first = of_step + (self._first_rank + self._sample_rank) * sum(sizes)
-        draws = torch.arange(first, first + sum(sizes), device=self._run.context.device).split(sizes)
+        draws = torch.arange(first, first + sum(sizes), device=self._context.device).split(sizes)
         pairs = zip(batches, draws, strict=True)
         # Rows that were redistributed by cost come from other slots, and take the noise of these slots with them.
         return [{**batch, "draw": batch["slots"] + of_step if "slots" in batch else draw} for batch, draw in pairs]
@@ -132,7 +133,7 @@ class Stepper:
             return False
         if self._job.train.non_finite != "ignore" and not finite.item():  # the one wait of a step
             return True  # on all ranks, which know it by themselves
-        alone, requests = self._run.context.layout.world_size == 1, context.requests
+        alone, requests = self._context.layout.world_size == 1, context.requests
         if self._run.hooks.may_skip and not alone:  # hooks may ask on some ranks, and all must do the same
             requests.skip = agreed_reason(requests.skip) if mesh.any_rank([bool(requests.skip)])[0] else ""
         return bool(requests.skip)
@@ -149,7 +150,7 @@ class Stepper:
     def _change_buffers(self, finite: Tensor) -> None:
         """After the update: a router's bias, say, belongs to the weights that come next."""
         if self._masked:  # whether there was an update is known on the device only: counts of a skipped one become 0
-            self._run.context.auxiliary.forget_counted_unless(finite)
+            self._context.auxiliary.forget_counted_unless(finite)
         for module in self._changing:
             module.after_update()
 
@@ -158,7 +159,7 @@ class Stepper:
         counts = [(batch["labels"] != IGNORED_LABEL).sum() for batch in batches]
         examples = [batch["examples"].sum() if "examples" in batch else len(batch["labels"]) for batch in batches]
         # A place for each rank, so that the sum over ranks has all their waits; counts are exact up to 2^53
-        context = self._run.context
+        context = self._context
         facts = torch.zeros(3 + context.layout.data_parallel, dtype=torch.float64, device=context.device)
         facts[0], facts[1], facts[2] = torch.stack(counts).sum(), sum(examples), sum(map(_documents, batches))
         facts[3 + self._sample_rank] = waited
@@ -195,7 +196,7 @@ class Stepper:
         of_all = self._of_all_layers(attached, -torch.inf)
         if of_all and self._runs > 1:
             raise ForgeError(f"{next(iter(of_all))} is the largest value of this run, not of all {self._runs} runs")
-        if not of_all or self._run.context.layout.world_size == 1:
+        if not of_all or self._context.layout.world_size == 1:
             return of_all
         return _together(of_all, partial(torch.distributed.all_reduce, op=torch.distributed.ReduceOp.MAX))
 
@@ -213,7 +214,7 @@ class Stepper:
             raise ForgeError(
                 f"{new[0]} was first attached after the first step; in a pipeline, all must be in the first"
             )
-        like = partial(torch.full, fill_value=empty, dtype=torch.float64, device=self._run.context.device)
+        like = partial(torch.full, fill_value=empty, dtype=torch.float64, device=self._context.device)
         return {name: attached[name] if name in attached else like(shape) for name, shape in shapes.items()}
 
 

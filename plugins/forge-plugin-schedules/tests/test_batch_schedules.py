@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from attrs import define, field
+from attrs import define, field, frozen
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge_core.contracts.components import TrainingHook
+from forge_core.contracts.components import BatchScheduleComponent, TrainingHook
 from forge_core.contracts.contexts import StepContext
 from forge_core.engine.trainer import Trainer
 from forge_core.job import Phase, TrainSection
@@ -162,6 +162,25 @@ def test_a_schedule_that_cannot_be_is_refused_by_key(
 ) -> None:
     problems = job_problems(tiny_job(str(tmp_path), global_batch_size=8, batch_schedule=schedule), ranks=2)
     assert any(all(word in problem for word in words) for problem in problems), problems
+
+
+@frozen(kw_only=True)
+class Wrong(BatchScheduleComponent):
+    """A stranger's, whose sizes are wrong."""
+
+    second: int
+
+    def sizes(self, train: TrainSection) -> dict[int, int]:
+        return {0: 4, 8: self.second}
+
+
+@pytest.mark.parametrize("second", [0, -4, 16])
+def test_sizes_of_a_stranger_are_checked(tmp_path: Path, second: int) -> None:
+    """A phase by tokens asks for steps before the sizes are checked."""
+    data = {"phases": (Phase(start_tokens=16 * SEQ_LEN, lr_factor=0.5),)}
+    job = tiny_job(str(tmp_path), steps=9, global_batch_size=8, batch_schedule=Wrong(second=second), data=data)
+    expected = f"train.batch_schedule: has {second} sequences in a step, not 1 to train.global_batch_size = 8"
+    assert expected in job_problems(job)
 
 
 def test_the_summary_names_the_steps_of_each_size(tmp_path: Path) -> None:
