@@ -265,9 +265,11 @@ def fit_ladder(options: argparse.Namespace) -> int:
     from forge_plugin_ladder.prediction import held_out
     from forge_plugin_ladder.screen import fit_facts, fit_text
     from forge_plugin_ladder.store import write_fit
+    from forge_plugin_ladder.tuning import best_points, tune
 
     files = _Files.of(options)
-    points, law = files.points(options.points), files.ladder.law
+    all_points, law = files.points(options.points), files.ladder.law
+    points = best_points(all_points)
     resampled = resample(fit(law, points, files.total), points, files.total, options.resamples)
     if files.ladder.accuracy:
         usable = [point for point in points if point.usable]
@@ -278,6 +280,7 @@ def fit_ladder(options: argparse.Namespace) -> int:
         iso_flops(points, files.total),
         held_out(law, points, files.total, max(100, options.resamples // 5)),
         files.ladder.count,
+        tune(all_points, options.resamples),
     )
     files.out.mkdir(parents=True, exist_ok=True)
     # With points of other programs, nothing has made the folder yet
@@ -294,12 +297,16 @@ def predict_ladder(options: argparse.Namespace) -> int:
     """Predict the best size, its tokens and loss for budgets, with intervals."""
     from forge_plugin_ladder.prediction import predict
     from forge_plugin_ladder.screen import prediction_table
+    from forge_plugin_ladder.tuning import best_points, laws_of, tune
 
     files = _Files.of(options)
-    points = files.points(options.points)
+    all_points = files.points(options.points)
+    points = best_points(all_points)
     resampled = files.fitted(points)
+    tuned = laws_of(tune(all_points, len(resampled.exponents)))
     found = [
-        predict(resampled, flops, points, files.total, options.level, options.far) for flops in sorted(options.flops)
+        predict(resampled, flops, points, files.total, options.level, options.far, tuned)
+        for flops in sorted(options.flops)
     ]
     if options.json:
         print_json([asdict(each) for each in found])
@@ -317,17 +324,21 @@ def report_ladder(options: argparse.Namespace) -> int:
     from forge_plugin_ladder.picture import draw
     from forge_plugin_ladder.prediction import held_out, predict
     from forge_plugin_ladder.screen import fit_facts, report_text
+    from forge_plugin_ladder.tuning import best_points, laws_of, tune
 
     files = _Files.of(options)
-    points = files.points(options.points)
+    all_points = files.points(options.points)
+    points = best_points(all_points)
     resampled = files.fitted(points)
     flops = [point.flops for point in points if point.usable]
     # Within the ladder, to be compared with its points, and ten times beyond
     budgets = np.geomspace(min(flops), 10 * max(flops), 12)
-    frontier = [predict(resampled, float(each), points, files.total, options.level) for each in budgets]
+    tuned = tune(all_points, len(resampled.exponents))
+    laws = laws_of(tuned)
+    frontier = [predict(resampled, float(each), points, files.total, options.level, tuned=laws) for each in budgets]
     tried = held_out(files.ladder.law, points, files.total, 200, options.level)
-    facts = fit_facts(resampled, points, iso_flops(points, files.total), tried, files.ladder.count)
-    text = report_text(facts, points, frontier, options.level, PICTURE)
+    facts = fit_facts(resampled, points, iso_flops(points, files.total), tried, files.ladder.count, tuned)
+    text = report_text(facts, all_points, frontier, options.level, PICTURE)
     # Both before either is written
     for name in (REPORT, PICTURE):
         output_file(files.out / name, "output")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tomli_w
 from attrs import evolve, field, frozen
-from attrs.validators import deep_iterable, ge, gt, min_len
+from attrs.validators import deep_iterable, deep_mapping, ge, gt, instance_of, min_len
 
 from forge_core.config.load import load_job
 from forge_core.config.structure import structure
@@ -20,7 +21,7 @@ from forge_core.contracts.errors import JobError, Problem
 from forge_core.plugins.catalog import Catalog, install_line
 from forge_plugin_ladder.law import Law
 from forge_plugin_ladder.planned import STEPS, Planned, overrides
-from forge_plugin_ladder.rules import Rule, Scale
+from forge_plugin_ladder.rules import Fixed, Rule, Scale
 from forge_plugin_ladder.trunk import HOOK, trunk_settings, with_trunks
 
 if TYPE_CHECKING:
@@ -60,6 +61,11 @@ class Ladder:
     """Values of `job.seed`, each a further run; none: the base job's."""
     rules: Mapping[str, Rule] = field(factory=dict)
     """`[rules."optimizer.lr"]`: how a key of the job follows from the scale."""
+    tune: Mapping[str, tuple[float, ...]] = field(
+        factory=dict, validator=deep_mapping(instance_of(str), deep_iterable(gt(0)))
+    )
+    """`"optimizer.lr" = [0.5, 1, 2]`: factors on what the job or its rule gives, each a run of every size and budget.
+    The law is of the best ones, and `fit` finds how the best value follows from parameters and tokens."""
     trunk: bool = False
     """Train what runs of one size and seed have in common once, in the longest; the others branch from its checkpoints
     at the last step that both share, which is where the decay of the shorter one begins."""
@@ -98,6 +104,11 @@ def _problems(ladder: Ladder) -> Iterator[Problem]:
     for key in ladder.rules:
         if key in TAKEN or (ladder.trunk and key.startswith(("checkpoint.", HOOK))):
             yield Problem(f"rules.{key}", "the ladder sets this key itself")
+    for key, factors in ladder.tune.items():
+        if key in TAKEN:
+            yield Problem(f"tune.{key}", "the ladder sets this key itself")
+        if len(set(factors)) < 3 or len(set(factors)) < len(factors):
+            yield Problem(f"tune.{key}", f"{list(factors)}: a best value is found among three different ones or more")
 
 
 def plan_runs(ladder: Ladder, base: Path, catalog: Catalog) -> list[Planned]:
@@ -118,14 +129,22 @@ def plan_runs(ladder: Ladder, base: Path, catalog: Catalog) -> list[Planned]:
         job = load_job(base, overrides=overrides(settings), catalog=catalog, world_size=1)
         size = _Size(name, settings, job, *_counts(job, catalog))
         for label, tokens in size.budgets(ladder.budgets):
-            runs += [size.run(label, tokens, seed, ladder.rules) for seed in ladder.seeds or (None,)]
+            for factors in _grid(ladder.tune):
+                runs += [size.run(label, tokens, seed, ladder.rules, factors) for seed in ladder.seeds or (None,)]
     _demand_names(runs)
+    _demand_values(runs)
     runs = with_trunks(runs, _jobs(runs, base, catalog), ladder.trunk, catalog)
     if ladder.trunk:
         # Their hooks may want other checkpoints than a trunk has
         trunks = [evolve(run, settings={**run.settings, **trunk_settings(run)}) for run in runs if run.branch_points]
         _jobs(trunks, base, catalog)
     return runs
+
+
+def _grid(tune: Mapping[str, Sequence[float]]) -> Iterator[Mapping[str, float]]:
+    """Every combination of a factor of each key; one without keys where none is tuned."""
+    for factors in itertools.product(*tune.values()):
+        yield dict(zip(tune, factors, strict=True))
 
 
 def _demand_names(runs: Sequence[Planned]) -> None:
@@ -135,6 +154,15 @@ def _demand_names(runs: Sequence[Planned]) -> None:
             raise JobError(
                 f"{count} runs are called {name}: sizes, budgets and seeds must differ, budgets in three digits"
             )
+
+
+def _demand_values(runs: Sequence[Planned]) -> None:
+    """Raise where factors of a whole number are rounded to one value."""
+    found: dict[tuple[Any, ...], Planned] = {}
+    for run in runs:
+        other = found.setdefault((run.size, run.budget, run.seed, *run.tuned.items()), run)
+        if other is not run:
+            raise JobError(f"{other.name} and {run.name} are one run, as their values are rounded: {dict(run.tuned)}")
 
 
 def _jobs(runs: Sequence[Planned], base: Path, catalog: Catalog) -> dict[str, Job]:
@@ -184,27 +212,13 @@ class _Size:
         for tokens in budgets.tokens:
             yield f"{tokens:.3g}-tokens".replace("+", ""), tokens
 
-    def run(self, budget: str, tokens: float, seed: int | None, rules: Mapping[str, Rule]) -> Planned:
+    def run(
+        self, budget: str, tokens: float, seed: int | None, rules: Mapping[str, Rule], factors: Mapping[str, float]
+    ) -> Planned:
         """The run of a budget; its tokens are rounded to whole steps."""
+        values, warnings = self._values(tokens, rules, factors)
         train = self.job.train
-        values, warnings = {}, []
-        batch = train.global_batch_size
-        # The batch first, of which the other keys are functions
-        for key, rule in sorted(rules.items(), key=lambda item: item[0] != BATCH):
-            of_step = math.nan if key == BATCH else float(batch * train.seq_len)
-            scale = Scale(
-                parameters=self.parameters,
-                parameters_total=self.parameters_total,
-                tokens=tokens,
-                batch_tokens=of_step,
-                seq_len=train.seq_len,
-            )
-            value = rule.value(scale)
-            # No rule is right to a fraction of a sequence or a step
-            values[key] = _toml(max(1, round(value)) if _is_whole(self.job, key) else value)
-            batch = int(values[key]) if key == BATCH else batch
-            if text := rule.warning(scale):
-                warnings.append(f"{key}: {text}")
+        batch = int(values.get(BATCH, train.global_batch_size))
         # FLOPs follow from the tokens that are fed, not from those that were asked for
         sized = evolve(train, global_batch_size=batch)
         steps = max(1, round(tokens / (batch * train.seq_len)))
@@ -212,9 +226,9 @@ class _Size:
             # Its steps differ in size, and are counted to the first that has fed them all
             steps = max(1, sized.steps_until(round(tokens / train.seq_len)))
         fed = sized.sample_after(steps) * train.seq_len
-        values[STEPS] = str(steps)
+        suffix = [] if seed is None else [f"seed-{seed}"]
         return Planned(
-            name=f"{self.name}-{budget}" + ("" if seed is None else f"-seed-{seed}"),
+            name="-".join([self.name, budget, *map(_label, factors.items()), *suffix]),
             size=self.name,
             budget=budget,
             seed=seed,
@@ -223,9 +237,36 @@ class _Size:
             steps=steps,
             tokens=fed,
             flops=fed * self.flops,
-            settings={**self.settings, **values},
+            settings={**self.settings, **values, STEPS: str(steps)},
             warnings=warnings,
+            factors=factors,
+            tuned={key: float(values[key]) for key in factors},
         )
+
+    def _values(
+        self, tokens: float, rules: Mapping[str, Rule], factors: Mapping[str, float]
+    ) -> tuple[dict[str, str], list[str]]:
+        """What rules and factors set, values as in TOML, and what the rules warn of."""
+        values, warnings, train = dict[str, str](), list[str](), self.job.train
+        batch = train.global_batch_size
+        # The batch first, of which the other keys are functions
+        for key in sorted(dict.fromkeys([*rules, *factors]), key=lambda key: key != BATCH):
+            rule = rules.get(key) or Fixed(to=_number(self.job, key))
+            of_step = math.nan if key == BATCH else float(batch * train.seq_len)
+            scale = Scale(
+                parameters=self.parameters,
+                parameters_total=self.parameters_total,
+                tokens=tokens,
+                batch_tokens=of_step,
+                seq_len=train.seq_len,
+            )
+            value = rule.value(scale) * factors.get(key, 1.0)
+            # No rule is right to a fraction of a sequence or a step
+            values[key] = _toml(max(1, round(value)) if _is_whole(self.job, key) else value)
+            batch = int(values[key]) if key == BATCH else batch
+            if text := rule.warning(scale):
+                warnings.append(f"{key}: {text}")
+        return values, warnings
 
 
 def _counts(job: Job, catalog: Catalog) -> tuple[int, int, float]:
@@ -246,12 +287,32 @@ def _counts(job: Job, catalog: Catalog) -> tuple[int, int, float]:
     return inside, sum(outline.sizes.values()), outline.flops
 
 
+def _label(factor: tuple[str, float]) -> str:
+    """`lr-0.5x`."""
+    key, value = factor
+    return f"{key.rpartition('.')[2]}-{value:g}x"
+
+
 def _is_whole(job: Job, key: str) -> bool:
     """Whether the base job has a whole number at a key."""
+    value = _value(job, key)
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _number(job: Job, key: str) -> float:
+    """The number that the base job has at a key that is tuned."""
+    value = _value(job, key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value:
+        raise JobError([Problem(f"tune.{key}", f"the job has {value!r} there, of which there are no multiples")])
+    return value
+
+
+def _value(job: Job, key: str) -> Any:
+    """What the base job has at a key; None where it has none."""
     value: Any = job
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else getattr(value, part, None)
-    return isinstance(value, int) and not isinstance(value, bool)
+    return value
 
 
 def _flat(table: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from attrs import frozen
+from attrs import field, frozen
 
 STEPS = "train.steps"
 
@@ -26,6 +26,10 @@ class Planned:
     settings: Mapping[str, str]
     """Keys of the job that differ from the base, values as in TOML."""
     warnings: Sequence[str]
+    factors: Mapping[str, float] = field(factory=dict)
+    """By key that is tuned, this run's factor on what the job or its rule gives."""
+    tuned: Mapping[str, float] = field(factory=dict)
+    """The values of these keys."""
     trunk: str = ""
     """Name of the longer run with which it begins, to the bit; empty: none."""
     branch_step: int = 0

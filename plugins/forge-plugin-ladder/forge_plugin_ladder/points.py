@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from attrs import NOTHING, asdict, field, fields, frozen
-from attrs.validators import ge, gt, instance_of
+from attrs.validators import deep_mapping, ge, gt, instance_of
 
 from forge_core.contracts.errors import JobError, did_you_mean
 from forge_core.files import write_atomically
@@ -20,6 +20,7 @@ SCHEMA = 1
 NUMBER = instance_of((int, float))
 POSITIVE: Any = [NUMBER, gt(0)]
 TEXT = instance_of(str)
+NUMBERS = deep_mapping(TEXT, NUMBER, instance_of(dict))
 
 
 @frozen(kw_only=True)
@@ -50,6 +51,10 @@ class Point:
     trunk: str = field(default="", validator=TEXT)
     """Name of the run with which this one begins; empty: it is a whole run itself. Points of a trunk are resampled
     together, as branches share its noise."""
+    tuned: Mapping[str, float] = field(factory=dict, validator=NUMBERS)
+    """Values of the keys that are tuned; the law is of the best of each size and budget."""
+    factors: Mapping[str, float] = field(factory=dict, validator=NUMBERS)
+    """Factors of these keys on what the job or its rule gives; none: the values themselves are the grid."""
     failed: str = field(default="", validator=TEXT)
     """Why the point has no loss (`diverged`, `failed`, `unfinished`). Such points are listed and not fitted."""
 

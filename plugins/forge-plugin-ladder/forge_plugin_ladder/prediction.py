@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
-from attrs import frozen
+from attrs import field, frozen
 from scipy.optimize import minimize_scalar
 
 from forge_core.contracts.errors import JobError
@@ -14,6 +14,7 @@ from forge_plugin_ladder.intervals import LEVEL, Resampled, resample
 from forge_plugin_ladder.law import Law, Sizes
 from forge_plugin_ladder.parabolas import groups_of
 from forge_plugin_ladder.points import Point
+from forge_plugin_ladder.tuning import OptimumLaw
 from forge_plugin_ladder.values import Values
 
 FAR = 100.0
@@ -43,6 +44,8 @@ class Prediction:
     """Of the task, in a second step; None: the ladder has none."""
     accuracy_interval: Interval | None = None
     """Of the law and of the curve together."""
+    tuned: Mapping[str, tuple[float, Interval]] = field(factory=dict)
+    """Best values of the keys that are tuned, for these parameters and tokens."""
 
 
 @frozen(kw_only=True)
@@ -111,6 +114,7 @@ def predict(
     total: bool = False,
     level: float = LEVEL,
     far: bool = False,
+    tuned: Mapping[str, OptimumLaw] | None = None,
 ) -> Prediction:
     """Predict the best run of a budget.
 
@@ -121,6 +125,7 @@ def predict(
         total: as in the fit.
         level: of the intervals.
         far: allow budgets beyond 100 times the largest run.
+        tuned: laws of the keys that are tuned.
 
     Raises:
         JobError: the budget is as large, and `far` is not set, or the law has no best size.
@@ -138,6 +143,7 @@ def predict(
         np.array, zip(*(best_size(each, flops, cost) for each in resampled.each()), strict=True)
     )
     interval, curve = resampled.interval, resampled.curve
+    inside = _inside(points, n) if total else n
     return Prediction(
         flops=flops,
         parameters=n,
@@ -149,7 +155,16 @@ def predict(
         run_interval=interval(loss, with_noise(losses, resampled), level),
         accuracy=curve.at(loss) if curve else None,
         accuracy_interval=curve.interval(losses, level) if curve else None,
+        tuned={key: (law.at(inside, d), law.interval(inside, d, level)) for key, law in (tuned or {}).items()},
     )
+
+
+def _inside(points: Sequence[Point], total: float) -> float:
+    """Parameters without embedding and head of a model with `total` parameters, by a power of the ladder's models."""
+    every, inside = (np.log([getattr(each, name) for each in points]) for name in ("parameters_total", "parameters"))
+    # One size is no line
+    slope, height = np.polyfit(every, inside, 1) if np.ptp(every) > 1e-6 else (1.0, float(np.mean(inside - every)))
+    return float(np.exp(height + slope * np.log(total)))
 
 
 def with_noise(losses: Values, resampled: Resampled) -> Values:

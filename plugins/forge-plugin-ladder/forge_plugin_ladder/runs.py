@@ -127,6 +127,8 @@ def collect(runs: Sequence[Planned], base: Path, out: Path, ladder: Ladder) -> l
             budget=run.budget,
             seed=run.seed or 0,
             trunk=trials[run.trunk].name if run.trunk else "",
+            tuned=dict(run.tuned),
+            factors=dict(run.factors),
             failed="never started" if outcome is None else _reason(outcome),
         )
         # A loss of a run that diverged is no point of the law, whatever its value

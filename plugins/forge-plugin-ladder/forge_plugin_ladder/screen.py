@@ -11,11 +11,12 @@ from attrs import asdict
 from forge_kit.tools.outputs import MARK
 from forge_kit.tools.tables import columns
 from forge_plugin_ladder.accuracy import NAMES, SOURCE
-from forge_plugin_ladder.intervals import Resampled
+from forge_plugin_ladder.intervals import LEVEL, Resampled
 from forge_plugin_ladder.parabolas import IsoFlops
 from forge_plugin_ladder.planned import STEPS, Planned
 from forge_plugin_ladder.points import Point
 from forge_plugin_ladder.prediction import HeldOut, Prediction
+from forge_plugin_ladder.tuning import OptimumLaw, Tuned
 
 
 def plan_table(runs: Sequence[Planned], is_branching: bool) -> str:
@@ -84,7 +85,12 @@ def _short(value: str) -> str:
 
 
 def fit_facts(
-    resampled: Resampled, points: Sequence[Point], curves: IsoFlops, tried: HeldOut | None, count: str
+    resampled: Resampled,
+    points: Sequence[Point],
+    curves: IsoFlops,
+    tried: HeldOut | None,
+    count: str,
+    tuned: Mapping[str, Tuned],
 ) -> dict[str, Any]:
     """Returns a fit as JSON has it."""
     law, values, fit = resampled.fit.law, resampled.fit.values(), resampled.fit
@@ -107,6 +113,10 @@ def fit_facts(
         if (curve := resampled.curve) is None
         else {"values": dict(zip(NAMES, map(float, curve.values), strict=True)), "spread": curve.spread},
         "iso_flops": {"exponent": curves.exponent, "warnings": list(curves.warnings), "curves": len(curves.parabolas)},
+        "tuned": {
+            key: {"law": None if each.law is None else _law_facts(each.law), "warnings": list(each.warnings)}
+            for key, each in tuned.items()
+        },
     }
     if {"alpha", "beta"} <= set(law.exponents):
         # Of N against C = k N D, where the law is the additive one
@@ -115,6 +125,22 @@ def fit_facts(
         facts["best_size_exponent"] = exponent
         facts["best_size_interval"] = resampled.interval(exponent, beta / (alpha + beta))
     return facts
+
+
+def _law_facts(law: OptimumLaw) -> dict[str, Any]:
+    return {
+        "optima": [asdict(each) for each in law.optima],
+        "spread": law.spread,
+        # The keys of the rule `power`
+        "rule": {
+            "at_reference": law.at_reference,
+            "parameters": law.parameters,
+            "tokens": law.tokens,
+            "by_parameters": law.by_parameters,
+            "by_tokens": law.by_tokens,
+        },
+        "intervals": {name: law.exponent_interval(name, LEVEL) for name in ("by_parameters", "by_tokens")},
+    }
 
 
 def fit_text(facts: Mapping[str, Any]) -> str:
@@ -144,8 +170,21 @@ def fit_text(facts: Mapping[str, Any]) -> str:
     curves = facts["iso_flops"]
     if math.isfinite(curves["exponent"]):
         lines.append(f"by {curves['curves']} IsoFLOP parabolas N ~ C^{curves['exponent']:.4f}")
-    lines += [f"warning: {text}" for text in curves["warnings"]]
-    return "\n".join(lines)
+    for key, each in facts["tuned"].items():
+        lines += _tuned_lines(key, each["law"]) if each["law"] else []
+    texts = [*curves["warnings"], *(text for each in facts["tuned"].values() for text in each["warnings"])]
+    return "\n".join([*lines, *(f"warning: {text}" for text in texts)])
+
+
+def _tuned_lines(key: str, law: Mapping[str, Any]) -> Iterator[str]:
+    """The law of a key as a rule that can be put into a ladder's file."""
+    yield ""
+    intervals = ", ".join(f"{name} {between(law['intervals'][name])}" for name in law["intervals"])
+    spread = f"mean deviation {100 * law['spread']:.2g} %"
+    yield f"best {key} of {len(law['optima'])} sizes and budgets, {spread}; {intervals}"
+    yield f'[rules."{key}"]'
+    yield 'type = "power"'
+    yield from (f"{name} = {value:.6g}" for name, value in law["rule"].items())
 
 
 def prediction_table(found: Sequence[Prediction], level: float) -> str:
@@ -162,6 +201,8 @@ def prediction_table(found: Sequence[Prediction], level: float) -> str:
     ]
     if any(each.accuracy is not None for each in found):
         head += ["accuracy", ""]
+    for key in found[0].tuned:
+        head += [key, ""]
     return columns([head, *map(_cells, found)])
 
 
@@ -176,6 +217,7 @@ def _cells(each: Prediction) -> list[str]:
         between(each.loss_interval, ".4f"),
         between(each.run_interval, ".4f"),
         *([] if each.accuracy is None else [f"{each.accuracy:.3f}", between(each.accuracy_interval or (), ".3f")]),
+        *(text for value, interval in each.tuned.values() for text in (f"{value:.4g}", between(interval))),
     ]
 
 

@@ -39,9 +39,9 @@ def with_trunks(runs: Sequence[Planned], jobs: Mapping[str, Job], is_demanded: b
     Raises:
         JobError: `is_demanded`, and two runs of one size have less than half of the shorter one in common.
     """
-    groups: dict[tuple[str, int | None], list[Planned]] = {}
+    groups: dict[tuple[str, int | None, tuple[float, ...]], list[Planned]] = {}
     for run in runs:
-        groups.setdefault((run.size, run.seed), []).append(run)
+        groups.setdefault((run.size, run.seed, tuple(run.factors.values())), []).append(run)
     found: dict[str, Planned] = {}
     for group in groups.values():
         # The longest run is needed anyway; a trunk without a decay would be one more
