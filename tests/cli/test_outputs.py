@@ -35,6 +35,7 @@ ladder check-coordinates files, ladder critical-batch run
 OTHERS = {
     "doctor --output": "it makes a folder of its own there, and removes it",
     "explain path": "of keys",
+    "data prepare --part": "a number, K/N",
 }
 OUTPUTS = {
     "inside attention --out": "inside attention RUN --prompt a --out={}.png",

@@ -64,13 +64,14 @@ STATS = ROOT / "docs" / "how-to" / "training-stats.md"
 PREFERENCES = ROOT / "docs" / "how-to" / "preferences.md"
 REWARDS = ROOT / "docs" / "how-to" / "reinforcement-learning.md"
 SFT = ROOT / "docs" / "how-to" / "sft.md"
+PARTS = ROOT / "docs" / "how-to" / "more-than-one-machine.md"
 EVALUATES_VISION = ROOT / "docs" / "how-to" / "evaluate-vision.md"
-MAKE_DATA = (IMAGES, VIDEOS, EVALUATES_VISION, TUTORIAL, COOKBOOK, PREFERENCES, REWARDS, SFT)
+MAKE_DATA = (IMAGES, VIDEOS, EVALUATES_VISION, TUTORIAL, COOKBOOK, PREFERENCES, REWARDS, SFT, PARTS)
 """Pages whose commands make the data of their jobs."""
 RUN_ALL = (
     *sorted(TEN_MINUTES.glob("*.md")),
     *(ROOT / "docs" / "publishing.md", IMAGES, VIDEOS, EVALUATES, IMPORTS, TUTORIAL, METRICS, LOGGERS, TAPS, STATS),
-    *(EVALUATES_VISION, CONTINUES, PREFERENCES, REWARDS, LORA, SFT, ARCHITECTURE, LADDER, TRANSFER),
+    *(EVALUATES_VISION, CONTINUES, PREFERENCES, REWARDS, LORA, SFT, ARCHITECTURE, LADDER, TRANSFER, PARTS),
 )
 """Pages of which every command is run."""
 

@@ -22,6 +22,8 @@ from forge_kit.data.cache import file_digest
 MANIFEST, UNFINISHED, INPUTS, TOKENIZER = "manifest.json", "unfinished.json", "inputs.json", "tokenizer"
 MADE_BY = "forge-run data prepare"
 FORMAT = 1
+PARTS, PART = "parts", "part.json"
+"""The folder of parts that are not joined yet, and the record of each that is finished."""
 TRAIN, HELD_OUT = SPLITS = ("train", "held_out")
 
 
@@ -76,6 +78,8 @@ def read_prepared(folder: str | Path) -> Prepared | None:
     folder = str(folder) or "."
     if os.path.exists(os.path.join(folder, UNFINISHED)):
         raise JobError(f"{folder!r} is not finished; run the same forge-run data prepare command again to continue it")
+    if os.path.exists(os.path.join(folder, PART)):
+        raise JobError(f"{folder!r} is a part of data that is not finished; join all of them by --join in its place")
     try:
         manifest = json.loads(Path(folder, MANIFEST).read_bytes())
     # Not an error: any folder may lack this file, or have another one of the same name

@@ -13,7 +13,8 @@ from forge_core.cli.command_line import with_examples
 from forge_kit.tools.commands import count
 from forge_kit.tools.json_output import add_json, print_json
 from forge_kit.tools.outputs import free_folder
-from forge_plugin_memmap.manifest import INPUTS, MANIFEST, UNFINISHED
+from forge_plugin_memmap.manifest import INPUTS, MANIFEST, PARTS, TRAIN, UNFINISHED
+from forge_plugin_memmap.prepare.part_range import Part
 
 if TYPE_CHECKING:
     from forge_plugin_memmap.prepare.run import Settings
@@ -36,21 +37,32 @@ def command(argv: list[str]) -> int:
     from rich.console import Console
 
     from forge_core.contracts.errors import ExitCode
-    from forge_plugin_memmap.prepare.console import describe
+    from forge_plugin_memmap.prepare.console import describe, describe_part
+    from forge_plugin_memmap.prepare.join import join
+    from forge_plugin_memmap.prepare.parts import prepare_part
     from forge_plugin_memmap.prepare.run import prepare
 
     # With --json, stdout has nothing but the document
     console = Console(stderr=options.json)
     try:
-        manifest, speed = prepare(settings, console)
+        if settings.part is not None:
+            manifest, speed = prepare_part(settings, settings.part, console)
+        else:
+            manifest, speed = (join if settings.join else prepare)(settings, console)
     # Needs no clean-up: the state that was saved last is complete
     except KeyboardInterrupt:
         console.print("interrupted; the same command continues where it stopped")
         return ExitCode.SECOND_SIGNAL
-    if options.json:
+    if options.json and settings.part is not None:
+        counts = manifest["splits"][TRAIN]["total"]
+        facts = {key: manifest[key] for key in ("dropped", "tokenizer")}
+        print_json({"out": settings.output, "part": str(settings.part), **counts, **facts})
+    elif options.json:
         print_json({"out": settings.output, **{key: manifest[key] for key in ("splits", "dropped", "tokenizer")}})
     else:
-        console.print(describe(settings.output, manifest, speed), highlight=False, markup=False, soft_wrap=True)
+        of_part = (settings.output, str(settings.part), manifest, speed)
+        text = describe(settings.output, manifest, speed) if settings.part is None else describe_part(*of_part)
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
     return ExitCode.FINISHED
 
 
@@ -71,8 +83,7 @@ def read_settings(options: argparse.Namespace, keys: Sequence[str]) -> Settings:
     Raises:
         JobError: the inputs or the tokenizer are not as they should be; names every problem.
     """
-    # A folder with these files may be continued.
-    output = free_folder(Path(options.out), "--out", [INPUTS, MANIFEST, UNFINISHED])
+    output = _output(options)
     # Imported after the options are parsed, so that help appears at once
     from forge_plugin_memmap.prepare.inputs import find_inputs
     from forge_plugin_memmap.prepare.run import Settings
@@ -87,7 +98,18 @@ def read_settings(options: argparse.Namespace, keys: Sequence[str]) -> Settings:
         held_out_every=options.held_out_every,
         strict=options.errors == "strict",
         workers=options.workers or _cores(),
+        part=options.part,
+        join=options.join,
     )
+
+
+def _output(options: argparse.Namespace) -> Path:
+    """Returns the output folder: a new one, or one that may be continued."""
+    path = Path(options.out).expanduser()
+    # Parts of other commands may be at work in it
+    if (path / PARTS).is_dir():
+        return path
+    return free_folder(path, "--out", [INPUTS, MANIFEST, UNFINISHED])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -109,6 +131,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--errors", choices=("strict", "skip"), default="strict", help="input that is not UTF-8, not JSON or has no "
         "text: strict stops, skip leaves it out and counts it (strict)")  # fmt: skip
     add("--workers", type=count, default=0, metavar="N", help="processes that encode; 0: one a core (0)")
+    parts = parser.add_mutually_exclusive_group()
+    parts.add_argument("--part", type=Part.parse, metavar="K/N", help="do part K of N of the inputs alone, in any "
+        "order or on several machines; DIR has all parts")  # fmt: skip
+    parts.add_argument("--join", action="store_true", help="make the data of all parts: the bytes are those of the "
+        "same command without --part")  # fmt: skip
     add_json(parser, ": what was written")
     with_examples(
         parser,

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from forge_kit.tools.tables import columns
-from forge_plugin_memmap.manifest import SPLITS
+from forge_plugin_memmap.manifest import SPLITS, TRAIN
 from forge_plugin_memmap.prepare.folder import State
 
 LINES = 10
@@ -26,16 +26,23 @@ class Meter(Protocol):
 
 
 @contextmanager
-def open_meter(console: Console, total_bytes: int, state: State) -> Iterator[Meter]:
-    """Opens a bar on a terminal, a few lines elsewhere, from the `state` in which this process begins."""
+def open_meter(console: Console, total_bytes: int, state: State, before: int = 0) -> Iterator[Meter]:
+    """Opens a bar on a terminal, a few lines elsewhere.
+
+    Args:
+        console: where it is shown.
+        total_bytes: bytes of inputs that are read in all.
+        state: in which this process begins.
+        before: bytes of inputs before those that are read.
+    """
     speed = Speed(state.tokens)
     if not console.is_terminal:
-        yield Lines(console, total_bytes, state, speed)
+        yield Lines(console, total_bytes, state, speed, before)
         return
     fields = (BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[counts]}"), TimeRemainingColumn())
     # Removed at the end, where the summary takes its place
     with Progress(*fields, console=console, transient=True) as progress:
-        yield Bar(progress, total_bytes, state, speed)
+        yield Bar(progress, total_bytes, state, speed, before)
 
 
 class Speed:
@@ -56,21 +63,22 @@ class Speed:
 class Bar:
     """See `Meter`."""
 
-    def __init__(self, progress: Progress, total_bytes: int, state: State, speed: Speed) -> None:
-        self._progress, self._speed = progress, speed
+    def __init__(self, progress: Progress, total_bytes: int, state: State, speed: Speed, before: int) -> None:
+        self._progress, self._speed, self._before = progress, speed, before
         counts = speed.describe(state)
-        self._task = progress.add_task("", total=total_bytes, completed=state.place.passed, counts=counts)
+        self._task = progress.add_task("", total=total_bytes, completed=state.place.passed - before, counts=counts)
 
     def update(self, state: State) -> None:
         """Moves the bar to the bytes of the inputs that were passed."""
-        self._progress.update(self._task, completed=state.place.passed, counts=self._speed.describe(state))
+        passed = state.place.passed - self._before
+        self._progress.update(self._task, completed=passed, counts=self._speed.describe(state))
 
 
 class Lines:
     """See `Meter`."""
 
-    def __init__(self, console: Console, total_bytes: int, state: State, speed: Speed) -> None:
-        self._console, self._total, self._speed = console, max(total_bytes, 1), speed
+    def __init__(self, console: Console, total_bytes: int, state: State, speed: Speed, before: int) -> None:
+        self._console, self._total, self._speed, self._before = console, max(total_bytes, 1), speed, before
         # A command that continues does not repeat the lines of the process before it
         self._shown = self._tenth(state)
 
@@ -82,7 +90,7 @@ class Lines:
             self._console.print(f"{100 * tenth // LINES:3} %  {self._speed.describe(state)}", highlight=False)
 
     def _tenth(self, state: State) -> int:
-        return LINES * state.place.passed // self._total
+        return LINES * (state.place.passed - self._before) // self._total
 
 
 def describe(folder: Path, manifest: Mapping[str, Any], speed: str) -> str:
@@ -95,7 +103,8 @@ def describe(folder: Path, manifest: Mapping[str, Any], speed: str) -> str:
     """
     rows = [[split, *_figures(manifest["splits"][split])] for split in SPLITS if manifest["splits"][split]["files"]]
     head = ["split", "documents", "tokens", "bytes of text", "shards"]
-    parts = [columns([head, *rows]), speed, _dropped(manifest), _usage(folder)]
+    written = sum(manifest["splits"][split]["documents"] for split in SPLITS)
+    parts = [columns([head, *rows]), speed, _dropped(manifest["dropped"], written), _usage(folder)]
     return "\n\n".join(filter(None, parts))
 
 
@@ -103,11 +112,17 @@ def _figures(split: Mapping[str, Any]) -> list[str]:
     return [*(f"{split[name]:,}" for name in ("documents", "tokens", "bytes")), str(len(split["files"]))]
 
 
-def _dropped(manifest: Mapping[str, Any]) -> str:
-    """Returns the counts of dropped inputs, by reason."""
-    dropped = manifest["dropped"]
+def describe_part(folder: Path, part: str, record: Mapping[str, Any], speed: str) -> str:
+    """Returns the summary of a finished part; arguments as of `describe`, and its record."""
+    total = record["splits"][TRAIN]["total"]
+    head = f"part {part} of {folder} is finished: {total['documents']:,} documents, {total['tokens']:,} tokens"
+    advice = "when all parts are: the same command with --join for --part"
+    return "\n\n".join(filter(None, [head, speed, _dropped(record["dropped"], total["documents"]), advice]))
+
+
+def _dropped(dropped: Mapping[str, Any], written: int) -> str:
+    """Returns the counts of dropped inputs, by reason, beside the documents that were `written`."""
     count = sum(entry["count"] for entry in dropped.values())
-    written = sum(manifest["splits"][split]["documents"] for split in SPLITS)
     head = f"dropped {count:,} of {count + written:,} files, lines and rows"
     return "\n".join([head + (":" if count else ""), *_reasons(dropped)])
 

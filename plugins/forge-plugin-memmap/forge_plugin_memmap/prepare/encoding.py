@@ -54,6 +54,13 @@ class Block(NamedTuple):
         sizes = np.append(self.sizes[first:stop], 0)
         return Block(self.ids[begin:end], self.ends[first:stop] - begin, sizes)
 
+    def select(self, chosen: np.ndarray) -> Block:
+        """Returns some documents of the block: (D + 1,) whether each is chosen; the last one is one that continues."""
+        lengths = np.diff(self.ends, prepend=0, append=len(self.ids))
+        ended = chosen[:-1]
+        sizes = np.append(self.sizes[:-1][ended], self.sizes[-1] if chosen[-1] else 0)
+        return Block(self.ids[np.repeat(chosen, lengths)], np.cumsum(lengths[:-1][ended]), sizes)
+
 
 class Encoded(NamedTuple):
     """The encoded documents of a chunk."""

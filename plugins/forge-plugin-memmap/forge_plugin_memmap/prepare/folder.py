@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from attrs import define, field
 
@@ -20,7 +20,17 @@ from forge_core.files import write_atomically
 from forge_core.plugins.catalog import Catalog
 from forge_kit.data.cache import remove_leftovers
 from forge_kit.tools.commands import parse_component
-from forge_plugin_memmap.manifest import FORMAT, INPUTS, MADE_BY, MANIFEST, SPLITS, UNFINISHED, read_prepared
+from forge_plugin_memmap.manifest import (
+    FORMAT,
+    INPUTS,
+    MADE_BY,
+    MANIFEST,
+    PART,
+    PARTS,
+    SPLITS,
+    UNFINISHED,
+    read_prepared,
+)
 from forge_plugin_memmap.prepare.documents import Dropped
 from forge_plugin_memmap.prepare.inputs import InputPosition
 from forge_plugin_memmap.prepare.writing import Written
@@ -30,6 +40,7 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
+Source = Literal["inputs", "parts"]
 Arguments = Mapping[str, Any]
 """Everything that the result depends on, as JSON; of the inputs, a digest."""
 Inputs = Sequence[Mapping[str, Any]]
@@ -47,6 +58,8 @@ class State:
     place: InputPosition = field(factory=InputPosition)
     splits: dict[str, Written] = field(factory=lambda: {split: Written() for split in SPLITS})
     dropped: Dropped = field(factory=Dropped)
+    source: Source = "inputs"
+    """What `place` is a place in: the inputs, or the parts that are joined."""
 
     @property
     def documents(self) -> int:
@@ -61,9 +74,10 @@ class State:
     @classmethod
     def parse(cls, plain: Mapping[str, Any]) -> State:
         """The inverse of `plain`."""
-        splits = {split: Written.parse(plain["splits"][split]) for split in SPLITS}
+        splits = {split: Written.parse(written) for split, written in plain["splits"].items()}
         place, dropped = InputPosition(**plain["place"]), Dropped.of(plain["dropped"])
-        return cls(plain["arguments"], plain["tokenizer"], place, splits, dropped)
+        # Folders that were begun before there were parts do not say
+        return cls(plain["arguments"], plain["tokenizer"], place, splits, dropped, plain.get("source", "inputs"))
 
     def plain(self) -> dict[str, Any]:
         """As JSON."""
@@ -73,6 +87,7 @@ class State:
             "place": self.place.plain(),
             "splits": {split: written.plain() for split, written in self.splits.items()},
             "dropped": self.dropped.plain(),
+            "source": self.source,
         }
 
     def manifest(self) -> dict[str, Any]:
@@ -122,7 +137,7 @@ def _lock(descriptor: int, folder: Path) -> None:
             raise
     else:
         # Only with the lock: another process may be writing them
-        for name in (INPUTS, UNFINISHED, MANIFEST):
+        for name in (INPUTS, UNFINISHED, MANIFEST, PART):
             remove_leftovers(folder / name)
 
 
@@ -140,34 +155,40 @@ def finished_manifest(folder: Path, arguments: Arguments, inputs: Inputs) -> Map
     return prepared.manifest
 
 
-def open_state(folder: Path, arguments: Arguments, inputs: Inputs) -> State:
-    """Returns the state that an earlier process saved, or a new one in an empty folder.
+def open_state(folder: Path, new: State, inputs: Inputs) -> State:
+    """Returns the state that an earlier process saved, or else the `new` one, in an empty folder.
 
     Raises:
         JobError: the folder holds something else, or was begun with other arguments.
     """
     if not (folder / UNFINISHED).exists():
-        _demand_empty(folder)
-        return _begin(folder, arguments, inputs)
+        _demand_empty(folder, new.source)
+        return _begin(folder, new, inputs)
     state = State.parse(json.loads((folder / UNFINISHED).read_bytes()))
-    state.arguments = _comparable(state.arguments, arguments)
-    if not state.tokens and state.arguments != arguments:  # there is nothing yet that they have shaped
-        return _begin(folder, arguments, inputs)
-    _demand_same(folder, state.arguments, arguments, inputs)
+    state.arguments = _comparable(state.arguments, new.arguments)
+    if not state.tokens and (state.arguments, state.source) != (new.arguments, new.source):
+        # There is nothing yet that they have shaped
+        return _begin(folder, new, inputs)
+    _demand_same(folder, state.arguments, new.arguments, inputs)
+    if state.source != new.source:
+        # Its place would be taken for one in something else
+        before = {"inputs": "without --join", "parts": "with --join"}[state.source]
+        raise JobError(f"{folder} was begun {before}; give the same command to continue, or another --out")
     return state
 
 
-def _begin(folder: Path, arguments: Arguments, inputs: Inputs) -> State:
-    state = State(arguments)
+def _begin(folder: Path, state: State, inputs: Inputs) -> State:
     # Before the state, which marks the folder as one to continue
     _replace(folder / INPUTS, inputs)
     save_state(folder, state)
     return state
 
 
-def _demand_empty(folder: Path) -> None:
+def _demand_empty(folder: Path, source: Source) -> None:
     # The list of inputs is written first: a process may have died right after it.
-    others = sorted(path.name for path in folder.iterdir() if path.name != INPUTS)
+    others = sorted(path.name for path in folder.iterdir() if path.name not in (INPUTS, PARTS))
+    if source == "inputs" and (folder / PARTS).exists():
+        raise JobError(f"{folder} has parts of data prepare; join them with --join, or give another --out")
     if others:
         message = f"{folder} holds {others[0]!r}, which is not of an unfinished data prepare"
         raise JobError(f"{message}; give an empty or new folder as --out")
@@ -184,6 +205,29 @@ def _comparable(before: Arguments, now: Arguments) -> Arguments:
         component = parse_component(before["tokenizer"], MANIFEST, TokenizerComponent, catalog)
         before = {**before, "tokenizer": to_toml(component, catalog)}
     return {**before, "errors": now["errors"]} if before["errors"] == "strict" else before
+
+
+def finished_part(folder: Path, arguments: Arguments, inputs: Inputs) -> Mapping[str, Any] | None:
+    """Returns the record of a part if it is finished, else None.
+
+    Raises:
+        JobError: it was made with other arguments.
+    """
+    if not (folder / PART).exists():
+        return None
+    # A process may have died before it removed the other
+    (folder / UNFINISHED).unlink(missing_ok=True)
+    record: dict[str, Any] = json.loads((folder / PART).read_bytes())
+    _demand_same(folder, _comparable(record["arguments"], arguments), arguments, inputs)
+    return record
+
+
+def finish_part(folder: Path, state: State) -> Mapping[str, Any]:
+    """Finish the folder of a part and return its record."""
+    record = state.plain()
+    _replace(folder / PART, record)
+    (folder / UNFINISHED).unlink()
+    return record
 
 
 def save_state(folder: Path, state: State) -> None:

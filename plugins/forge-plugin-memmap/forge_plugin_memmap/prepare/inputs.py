@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,13 +15,17 @@ from forge_core.contracts.errors import JobError, Problem
 from forge_kit.data.data_files import FileFinder
 from forge_plugin_memmap.paths import FoundFile, distinct, expand
 from forge_plugin_memmap.prepare.documents import Item, Read
-from forge_plugin_memmap.prepare.parquet_files import parquet_fault, read_rows
-from forge_plugin_memmap.prepare.text_files import COMPRESSIONS, read_lines, read_text
+from forge_plugin_memmap.prepare.parquet_files import cut_rows, parquet_fault, read_rows
+from forge_plugin_memmap.prepare.text_files import COMPRESSIONS, cut_lines, read_lines, read_text
 
+Reader = Callable[[str, str, Mapping[str, int], Mapping[str, int]], Iterator[Read]]
+"""(path, field, place, end) -> the parts of a file from the place to the end; without keys, its beginning and end."""
 CHUNK = 1 << 20
 """Bytes of text that are encoded at a time, at least. The result does not depend on it."""
-READERS = {".jsonl": read_lines, ".txt": read_text, ".md": read_text, ".py": read_text}
+READERS: dict[str, Reader] = {".jsonl": read_lines, ".txt": read_text, ".md": read_text, ".py": read_text}
 """Formats that may be compressed."""
+CUTS: dict[str, Callable[[str, int], Mapping[str, int]]] = {".jsonl": cut_lines, ".parquet": cut_rows}
+"""Suffixes of files that several parts may share: the first place in a file at or after a byte."""
 PARQUET = ".parquet"
 SUFFIXES = (*READERS, *(format_ + suffix for format_ in READERS for suffix in COMPRESSIONS), PARQUET)
 
@@ -54,11 +60,10 @@ class Input:
     name: str
     size: int
     modified_ns: int
-    read: Callable[[str, str, Mapping[str, int]], Iterator[Read]]
-    """(path, field, place) -> the parts of the file from that place on."""
+    read: Reader
 
     @classmethod
-    def of(cls, path: str, read: Callable[[str, str, Mapping[str, int]], Iterator[Read]]) -> Input:
+    def of(cls, path: str, read: Reader) -> Input:
         """Describes a file by its size and time of change, which a run compares at its end."""
         stat = os.stat(path)
         return cls(path, stat.st_size, stat.st_mtime_ns, read)
@@ -73,11 +78,35 @@ class Input:
             raise JobError(f"{self.name} changed while it was read; start again with another --out")
 
 
-def read_chunks(inputs: Sequence[Input], field: str, place: InputPosition) -> Iterator[Chunk]:
-    """Yields all chunks from a place on."""
+def end_of(inputs: Sequence[Input]) -> InputPosition:
+    """Returns the position after all inputs."""
+    return InputPosition(len(inputs), {}, sum(input_.size for input_ in inputs))
+
+
+def position_of(inputs: Sequence[Input], byte: int) -> InputPosition:
+    """Returns where the first document begins of those at or after a byte of all inputs, as they lie on disk.
+
+    A file that cannot be cut is one document, or compressed: it lies where it begins, as a whole.
+    """
+    starts = [0, *accumulate(input_.size for input_ in inputs)]
+    number = bisect_left(starts, byte)
+    if starts[number] == byte:
+        return InputPosition(number, {}, byte)
+    name = inputs[number - 1].name
+    cut = CUTS.get(os.path.splitext(name)[1])
+    if cut is None:
+        return InputPosition(number, {}, starts[number])
+    return InputPosition(number - 1, cut(name, byte - starts[number - 1]), byte)
+
+
+def read_chunks(
+    inputs: Sequence[Input], field: str, place: InputPosition, end: InputPosition | None = None
+) -> Iterator[Chunk]:
+    """Yields all chunks from a place on, to the `end`; by default, to the end of all inputs."""
+    end = end_of(inputs) if end is None else end
     items: list[Item] = []
-    size = 0
-    for here, item, item_size in _items(inputs, field, place):
+    size, here = 0, place
+    for here, item, item_size in _items(inputs, field, place, end):
         # Checked before an item is added, so that `here`, where this item begins, is where the next chunk starts
         if size >= CHUNK:
             yield Chunk(tuple(items), here)
@@ -85,15 +114,20 @@ def read_chunks(inputs: Sequence[Input], field: str, place: InputPosition) -> It
         items.append(item)
         size += item_size
     if items:
-        # Behind the last input, so that a command that continues from there reads nothing again
-        yield Chunk(tuple(items), InputPosition(len(inputs), {}, sum(input_.size for input_ in inputs)))
+        # Behind the last input, so that a command that continues from there reads nothing again. Where that is cut, its
+        # last item is at the cut, and has the number of the line.
+        yield Chunk(tuple(items), here if "line" in end.at else end)
 
 
-def _items(inputs: Sequence[Input], field: str, place: InputPosition) -> Iterator[tuple[InputPosition, Item, int]]:
+def _items(
+    inputs: Sequence[Input], field: str, place: InputPosition, end: InputPosition
+) -> Iterator[tuple[InputPosition, Item, int]]:
     before = sum(input_.size for input_ in inputs[: place.input])
-    for number, input_ in enumerate(inputs[place.input :], place.input):
+    # The input that the end lies in is read to there; at its beginning, not at all
+    last = end.input + bool(end.at)
+    for number, input_ in enumerate(inputs[place.input : last], place.input):
         at = place.at if number == place.input else {}
-        for read in input_.read(input_.name, field, at):
+        for read in input_.read(input_.name, field, at, end.at if number == end.input else {}):
             yield InputPosition(number, read.at, before + read.passed), read.item, read.size
         before += input_.size
 

@@ -41,8 +41,8 @@ def _parse(value: bytes | None, where: str) -> Text | Drop:
         return Drop(where, "not UTF-8", f"byte {error.start} of the text, 0x{value[error.start]:02x}: {error.reason}")
 
 
-def read_rows(path: str, field: str, at: Mapping[str, int]) -> Iterator[Read]:
-    """Yields the rows of a file from a place on: the number of rows before it.
+def read_rows(path: str, field: str, at: Mapping[str, int], end: Mapping[str, int]) -> Iterator[Read]:
+    """Yields the rows of a file between two places: the number of rows before each. The `end` begins a row group.
 
     Raises:
         JobError: the file is damaged.
@@ -51,16 +51,18 @@ def read_rows(path: str, field: str, at: Mapping[str, int]) -> Iterator[Read]:
 
     try:
         with open_parquet(path) as file:
-            yield from _batches(file, path, field, at.get("row", 0))
+            yield from _batches(file, path, field, at.get("row", 0), end.get("row"))
     except (pyarrow.ArrowException, OSError) as error:
         raise JobError(f"{path}: cannot be read as Parquet ({error}); make the file again") from error
 
 
-def _batches(file: Any, path: str, field: str, start: int) -> Iterator[Read]:
+def _batches(file: Any, path: str, field: str, start: int, stop: int | None) -> Iterator[Read]:
     row, total = 0, max(file.metadata.num_rows, 1)
     size = os.path.getsize(path)
     for group in range(file.num_row_groups):
         count = file.metadata.row_group(group).num_rows
+        if row == stop:
+            return
         # Whole row groups before the start are passed over by the footer alone.
         if row + count <= start:
             row += count
@@ -75,6 +77,22 @@ def _batches(file: Any, path: str, field: str, start: int) -> Iterator[Read]:
                 # Bytes in proportion to the rows, since the size of a batch on disk is not known
                 yield Read({"row": row}, size * row // total, Rows(path, row + 1, values), read)
             row += len(values)
+
+
+def cut_rows(path: str, byte: int) -> Mapping[str, int]:
+    """Returns the place of the first row group that begins at or after a byte, each row counted as equally long."""
+    import pyarrow
+
+    row, size = 0, os.path.getsize(path)
+    try:
+        with open_parquet(path) as file:
+            for group in range(file.num_row_groups):
+                if size * row >= byte * file.metadata.num_rows:
+                    break
+                row += file.metadata.row_group(group).num_rows
+    except (pyarrow.ArrowException, OSError) as error:
+        raise JobError(f"{path}: cannot be read as Parquet ({error}); make the file again") from error
+    return {"row": row}
 
 
 def _rows_at_once(file: Any, group: int, field: str) -> int:

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from attrs import frozen
 from rich.console import Console
 
@@ -16,7 +17,7 @@ from forge_core.contracts.components import TokenizerComponent
 from forge_core.contracts.errors import JobError
 from forge_core.plugins.catalog import Catalog
 from forge_kit.data.cache import digest_of
-from forge_plugin_memmap.manifest import HELD_OUT, SPLITS, TOKENIZER, TRAIN
+from forge_plugin_memmap.manifest import HELD_OUT, TOKENIZER, TRAIN
 from forge_plugin_memmap.prepare.console import Meter, Speed, open_meter
 from forge_plugin_memmap.prepare.documents import Drop
 from forge_plugin_memmap.prepare.encoding import Block, Encoded, open_pool, refuse
@@ -29,7 +30,8 @@ from forge_plugin_memmap.prepare.folder import (
     room_to_write,
     save_state,
 )
-from forge_plugin_memmap.prepare.inputs import Chunk, Input, InputPosition, read_chunks
+from forge_plugin_memmap.prepare.inputs import Chunk, Input, InputPosition, end_of, read_chunks
+from forge_plugin_memmap.prepare.part_range import Part
 from forge_plugin_memmap.prepare.tokenizer import keep_tokenizer
 from forge_plugin_memmap.prepare.writing import SplitWriter
 from forge_plugin_memmap.tokenizer_folder import KeptTokenizer, load_kept
@@ -50,6 +52,10 @@ class Settings:
     held_out_every: int
     strict: bool
     workers: int
+    part: Part | None = None
+    """Do this part of the work alone."""
+    join: bool = False
+    """Make the folder of the parts that were done."""
 
     def identities(self) -> list[dict[str, Any]]:
         """Identities of the inputs, as JSON."""
@@ -87,34 +93,40 @@ def prepare(settings: Settings, console: Console) -> tuple[Mapping[str, Any], st
         manifest = finished_manifest(output, arguments, inputs)
         if manifest is not None:
             return manifest, ""
-        state = open_state(output, arguments, inputs)
-        tokenizer = _tokenizer(settings, state, console)
+        state = open_state(output, State(arguments), inputs)
+        tokenizer = make_tokenizer(output, settings, state, console, _training_texts(settings))
         began, speed = time.monotonic(), Speed(state.tokens)
         _encode(settings, state, tokenizer, console)
         # Before the manifest: the shards would be of no single state of the inputs.
         for input_ in settings.inputs:
             input_.demand_unchanged()
-        if not state.tokens:
-            reasons = ", ".join(f"{count:,} {reason}" for reason, count in state.dropped.counts.items())
-            raise JobError(f"there is no document in {len(settings.inputs)} files ({reasons})")
+        demand_documents(settings, state)
         return finish(output, state), f"{time.monotonic() - began:.1f} s, {speed.per_second(state):,.0f} tokens/s"
 
 
-def _tokenizer(settings: Settings, state: State, console: Console) -> KeptTokenizer:
-    """Returns the tokenizer in the folder, or else a new one."""
-    folder = settings.output / TOKENIZER
+def demand_documents(settings: Settings, state: State) -> None:
+    """Raises `JobError` if there was no document at all."""
+    if not state.tokens:
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in state.dropped.counts.items())
+        raise JobError(f"there is no document in {len(settings.inputs)} files ({reasons})")
+
+
+def make_tokenizer(
+    output: Path, settings: Settings, state: State, console: Console, documents: Callable[[], Iterable[str]]
+) -> KeptTokenizer:
+    """Returns the tokenizer in the output folder, or else a new one, which may be trained on documents."""
+    folder = output / TOKENIZER
     if state.tokenizer is None:
         console.print("making the tokenizer", highlight=False)
-        # Without the held-out documents: a tokenizer trained on them would flatter the evaluation.
-        tokenizer = keep_tokenizer(settings.output, settings.tokenizer, _training_texts(settings))
+        tokenizer = keep_tokenizer(output, settings.tokenizer, documents)
         # Saved before anything is encoded: a process that continues must not train another one.
         state.tokenizer = _describe(tokenizer)
-        save_state(settings.output, state)
+        save_state(output, state)
         return tokenizer
     console.print(f"continuing after {state.tokens:,} tokens", highlight=False)
     tokenizer = load_kept(folder)
     if _describe(tokenizer) != state.tokenizer:
-        raise JobError(f"{folder} has changed since it was made; remove {settings.output} and start again")
+        raise JobError(f"{folder} has changed since it was made; remove {output} and start again")
     return tokenizer
 
 
@@ -128,7 +140,10 @@ def _describe(tokenizer: KeptTokenizer) -> dict[str, Any]:
 
 
 def _training_texts(settings: Settings) -> Callable[[], Iterable[str]]:
-    """Returns a function that yields the texts that are not held out, very long ones in pieces."""
+    """Returns a function that yields the texts that are not held out, very long ones in pieces.
+
+    A tokenizer trained on the held-out documents would flatter the evaluation.
+    """
 
     def texts() -> Iterator[str]:
         number = 0
@@ -147,40 +162,53 @@ def _training_texts(settings: Settings) -> Callable[[], Iterable[str]]:
 
 def _encode(settings: Settings, state: State, tokenizer: KeptTokenizer, console: Console) -> None:
     """Encode from the state's position to the end of the inputs."""
-    total = sum(input_.size for input_ in settings.inputs)
     chunks = read_chunks(settings.inputs, settings.field, state.place)
     with ExitStack() as stack:
-        writers = _writers(settings, state, tokenizer, stack)
-        meter = stack.enter_context(open_meter(console, total, state))
+        writers = open_writers(settings.output, settings, state, tokenizer, stack)
+        meter = stack.enter_context(open_meter(console, end_of(settings.inputs).passed, state))
         pool = stack.enter_context(open_pool(settings.workers, settings.output / TOKENIZER, settings.strict))
-        _write(pool.encode(chunks), writers, settings, state, meter)
+        write(pool.encode(chunks), writers, settings.output, state, meter, settings.held_out_every)
 
 
-def _writers(settings: Settings, state: State, tokenizer: KeptTokenizer, stack: ExitStack) -> dict[str, SplitWriter]:
+def open_writers(
+    output: Path, settings: Settings, state: State, tokenizer: KeptTokenizer, stack: ExitStack, more: Sequence[str] = ()
+) -> dict[str, SplitWriter]:
+    """Returns a writer for each split of the state, which the `stack` closes; `more` as in `SplitWriter`."""
     sizes = tokenizer.vocab_size, tokenizer.end_of_text, settings.shard_tokens
-    writers = {split: SplitWriter(settings.output, split, *sizes, state.splits[split]) for split in SPLITS}
+    writers = {split: SplitWriter(output, split, *sizes, written, more) for split, written in state.splits.items()}
     for writer in writers.values():
         stack.callback(writer.close)
     return writers
 
 
-def _write(
+def write(
     results: Iterable[tuple[Chunk, Encoded]],
     writers: Mapping[str, SplitWriter],
-    settings: Settings,
+    output: Path,
     state: State,
     meter: Meter,
+    held_out_every: int,
 ) -> None:
+    """Write encoded chunks to their splits and finish the shards; the state is saved now and then.
+
+    Args:
+        results: chunks in order, from the place of the state on.
+        writers: of the splits; the one for `train` alone, if nothing is held out.
+        output: folder of the state.
+        state: kept up to date.
+        meter: shows the progress.
+        held_out_every: every n-th document is held out; 0: none.
+    """
     saved = time.monotonic()
     for chunk, encoded in results:
-        for split, block in split_block(encoded.block, state.documents, settings.held_out_every):
+        for split, block in split_block(encoded.block, state.documents, held_out_every):
             writers[split].add(block)
         # Together, so that a saved state is true of one moment: everything before `place` has been added.
         state.dropped.merge(encoded.dropped)
         state.place = chunk.then
         meter.update(state)
         if time.monotonic() - saved >= SAVE_EVERY_S:
-            _save(settings.output, state, writers)
+            _save(output, state, writers)
             saved = time.monotonic()
     # Without a save: a process that dies before the manifest is written repeats the work since the last one
     for writer in writers.values():
@@ -196,16 +224,14 @@ def _save(output: Path, state: State, writers: Mapping[str, SplitWriter]) -> Non
 
 def split_block(block: Block, number: int, every: int) -> Iterator[tuple[str, Block]]:
     """Yields the parts of a block with their splits; `number` documents are before it."""
-    documents, start = len(block.ends), 0
+    if not every:
+        yield TRAIN, block
+        return
     # One beyond the whole documents, for the one that continues in the next block
-    held_out = range(-number % every, documents + 1, every) if every else ()
-    for apart in held_out:
-        yield TRAIN, block.cut(start, apart)
-        # The last document may continue in the next block: without `stop`, `cut` includes it.
-        yield HELD_OUT, block.cut(apart, apart + 1 if apart < documents else None)
-        start = apart + 1
-    if start <= documents:
-        yield TRAIN, block.cut(start)
+    held_out = (np.arange(len(block.ends) + 1) + number) % every == 0
+    # Of arrays, not document by document: where parts are joined, nothing else takes as long
+    yield TRAIN, block.select(~held_out)
+    yield HELD_OUT, block.select(held_out)
 
 
 def _is_held_out(number: int, every: int) -> bool:

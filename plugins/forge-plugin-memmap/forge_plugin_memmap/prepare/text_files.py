@@ -28,23 +28,56 @@ class Lines:
     """Number of the first line, counted from 1."""
     data: bytes
     field: str
+    after: int = 0
+    """Byte of the file from which lines are counted, where a part begins within it."""
 
     def documents(self) -> Iterator[Text | Drop]:
         """Parses each line; places are `NAME:LINE`, from 1."""
         for number, line in enumerate(io.BytesIO(self.data), self.first):
-            yield parse_line(line, f"{self.name}:{number}", self.field, is_first=number == 1)
+            where = f"{self.name}:{number}{counted_from(self.after)}"
+            yield parse_line(line, where, self.field, is_first=number == 1 and not self.after)
 
 
-def read_lines(path: str, field: str, at: Mapping[str, int]) -> Iterator[Read]:
-    """Yields the lines of a file from a place on: the decompressed bytes and the lines before it."""
-    start, line = at.get("byte", 0), at.get("line", 1)
+def counted_from(byte: int) -> str:
+    """Returns what follows the number of a line that is not counted from the beginning of its file."""
+    return f" from byte {byte}" if byte else ""
+
+
+def read_lines(path: str, field: str, at: Mapping[str, int], end: Mapping[str, int]) -> Iterator[Read]:
+    """Yields the lines of a file between two places: the decompressed bytes and the lines before each.
+
+    If there is an `end`, the last item is without lines and begins there.
+    """
+    start, line, stop = at.get("byte", 0), at.get("line", 1), end.get("byte")
+    # Lines before a part of a file are not counted, since it would have to be read for that
+    after = {"after": at["after"]} if "after" in at else {}
     with opened(path) as stream:
         stream.skip(start)
         passed = stream.passed()
         for data in _whole_lines(stream):
+            inside = data if stop is None else data[: stop - start]
             # `passed` is from before this block was read: the position is where the block begins.
-            yield Read({"byte": start, "line": line}, passed, Lines(path, line, data, field), len(data))
-            start, line, passed = start + len(data), line + data.count(b"\n"), stream.passed()
+            here = {"byte": start, "line": line, **after}
+            yield Read(here, passed, Lines(path, line, inside, field, **after), len(inside))
+            start, line, passed = start + len(inside), line + inside.count(b"\n"), stream.passed()
+            if start == stop:
+                break
+    if stop is not None:
+        yield Read({"byte": start, "line": line, **after}, stop, Lines(path, line, b"", field, **after), 0)
+
+
+def cut_lines(path: str, byte: int) -> Mapping[str, int]:
+    """Returns the place of the first line that begins at or after a byte of a file that is not compressed."""
+    with opened(path) as stream:
+        # From the byte before: if that ends a line, the next one begins here
+        stream.skip(byte - 1)
+        place = byte - 1
+        while data := stream.read(BLOCK):
+            if end := data.find(b"\n") + 1:
+                place += end
+                break
+            place += len(data)
+    return {"byte": place, "line": 1, "after": place}
 
 
 def _whole_lines(stream: Stream) -> Iterator[bytes]:
@@ -96,9 +129,9 @@ def _excerpt(text: str, length: int = 60) -> str:
     return text if len(text) <= length else text[:length] + "…"
 
 
-def read_text(path: str, field: str, at: Mapping[str, int]) -> Iterator[Read]:
+def read_text(path: str, field: str, at: Mapping[str, int], end: Mapping[str, int]) -> Iterator[Read]:
     """Yields the document of a file from a place on: the characters before it. A file that is not UTF-8 is dropped."""
-    del field  # of JSON lines and Parquet; the readers of all formats have the same arguments
+    del field, end  # of JSON lines and Parquet; the readers of all formats have the same arguments
     start = at.get("character", 0)
     # The process that began the file has read all of it
     fault = None if start else _fault(path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -62,6 +62,10 @@ class Written:
         return asdict(self)
 
 
+TEXT_BYTES = ".bytes"
+"""Suffix of a file beside the ids of a part: UTF-8 bytes of all texts up to the end of each document, int64."""
+
+
 class SplitWriter:
     """Writes the shards `{split}-00000.bin`, …, of one split, each with its `.ends`.
 
@@ -70,9 +74,25 @@ class SplitWriter:
     """
 
     def __init__(
-        self, folder: Path, split: str, vocab_size: int, end_of_text: int, shard_tokens: int, written: Written
+        self,
+        folder: Path,
+        split: str,
+        vocab_size: int,
+        end_of_text: int,
+        shard_tokens: int,
+        written: Written,
+        more: Sequence[str] = (),
     ) -> None:
         """Continues after the data that an earlier process has `written` to this folder, and removes later data.
+
+        Args:
+            folder: where the shards are written.
+            split: how their names begin.
+            vocab_size: ids lie below it; it decides on their width.
+            end_of_text: id that ends a document.
+            shard_tokens: tokens after which a shard ends.
+            written: what is there already.
+            more: `TEXT_BYTES`, for files of it.
 
         Raises:
             ForgeError: a file is missing, or shorter than it was.
@@ -81,13 +101,15 @@ class SplitWriter:
         self._folder, self._split, self._shard_tokens = folder, split, shard_tokens
         self._vocab_size, self._end_of_text = vocab_size, end_of_text
         self._dtype = np.dtype(id_dtype(vocab_size))
-        self._ids: BinaryIO | None = None
-        self._ends: BinaryIO | None = None
+        self._suffixes = (TOKENS, ENDS, *more)
+        self._files: dict[str, BinaryIO] = {}
+        """The files of the shard that is being written, by suffix."""
         # A process that was killed may have begun shards of which no state was saved
         self._remove_later()
         if written.open.tokens:
-            self._ids = _continued(self._path(TOKENS), HEADER.size + written.open.tokens * self._dtype.itemsize)
-            self._ends = _continued(self._path(ENDS), written.open.documents * 8)
+            sizes = dict.fromkeys(self._suffixes, written.open.documents * 8)
+            sizes[TOKENS] = HEADER.size + written.open.tokens * self._dtype.itemsize
+            self._files = {suffix: _continued(self._path(suffix), size) for suffix, size in sizes.items()}
 
     def add(self, block: Block) -> None:
         """Append documents."""
@@ -104,43 +126,43 @@ class SplitWriter:
 
     def sync(self) -> None:
         """Put everything that was added on the disk."""
-        for file in (self._ids, self._ends):
-            if file is not None:
-                _sync(file)
+        for file in self._files.values():
+            _sync(file)
 
     def finish(self) -> None:
         """Complete the last shard."""
-        if self._ids is not None:
+        if self._files:
             self._finish_shard()
 
     def close(self) -> None:
         """Close the files, as they are."""
-        for file in (self._ids, self._ends):
-            if file is not None:
-                file.close()
+        for file in self._files.values():
+            file.close()
 
     def _append(self, block: Block) -> None:
         if not len(block.ids):
             return
-        if self._ids is None or self._ends is None:
-            self._ids, self._ends = self._path(TOKENS).open("wb"), self._path(ENDS).open("wb")
+        if not self._files:
+            self._files = {suffix: self._path(suffix).open("wb") for suffix in self._suffixes}
             # Room for the header; until then it is zeros, which no reader takes for one
-            self._ids.write(bytes(HEADER.size))
-        self._ids.write(block.ids.tobytes())
-        # Before the counts are updated, as ends are counted from the start of the shard
-        self._ends.write((block.ends + self.written.open.tokens).astype("<i8").tobytes())
-        self.written.open.add(Counts.of(block))
+            self._files[TOKENS].write(bytes(HEADER.size))
+        # Before the counts are updated, as ends and bytes are counted from the start of the shard
+        before = self.written.open
+        self._files[TOKENS].write(block.ids.tobytes())
+        self._files[ENDS].write((block.ends + before.tokens).astype("<i8").tobytes())
+        if TEXT_BYTES in self._files:
+            self._files[TEXT_BYTES].write((np.cumsum(block.sizes[:-1]) + before.bytes).astype("<i8").tobytes())
+        before.add(Counts.of(block))
 
     def _finish_shard(self) -> None:
-        assert self._ids is not None
-        counts, paths = self.written.open, (self._path(TOKENS), self._path(ENDS))
+        counts, paths = self.written.open, [self._path(suffix) for suffix in self._suffixes]
         sizes = counts.tokens, counts.documents, counts.bytes, self._vocab_size, self._end_of_text
         # Last, so that a shard that is being written cannot be taken for a whole one.
-        self._ids.seek(0)
-        self._ids.write(Header(self._dtype.itemsize, *sizes).pack())
+        self._files[TOKENS].seek(0)
+        self._files[TOKENS].write(Header(self._dtype.itemsize, *sizes).pack())
         self.sync()
         self.close()
-        self._ids = self._ends = None
+        self._files = {}
         for path in paths:
             # On the disk before a state lists them
             sync(write_sums(path))
@@ -157,8 +179,8 @@ class SplitWriter:
 
     def _remove_later(self) -> None:
         number = len(self.written.shards) + bool(self.written.open.tokens)
-        while self._path(TOKENS, number).exists() or self._path(ENDS, number).exists():
-            for suffix in (TOKENS, ENDS):
+        while any(self._path(suffix, number).exists() for suffix in self._suffixes):
+            for suffix in self._suffixes:
                 self._path(suffix, number).unlink(missing_ok=True)
                 sums_of(self._path(suffix, number)).unlink(missing_ok=True)
             number += 1
