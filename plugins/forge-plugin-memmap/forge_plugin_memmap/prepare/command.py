@@ -134,8 +134,8 @@ def _parser() -> argparse.ArgumentParser:
     parts = parser.add_mutually_exclusive_group()
     parts.add_argument("--part", type=Part.parse, metavar="K/N", help="do part K of N of the inputs alone, in any "
         "order or on several machines; DIR has all parts")  # fmt: skip
-    parts.add_argument("--join", action="store_true", help="make the data of all parts: the bytes are those of the "
-        "same command without --part")  # fmt: skip
+    parts.add_argument("--join", action="store_true", help="make the data of all parts, with the same bytes as "
+        "without --part")  # fmt: skip
     add_json(parser, ": what was written")
     with_examples(
         parser,

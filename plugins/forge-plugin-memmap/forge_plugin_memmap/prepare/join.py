@@ -1,8 +1,8 @@
 """From the parts of `data prepare --part` to the folder that one command would have written, to the byte.
 
 The documents of the parts take the place of those that workers encode. All that depends on the documents before, which
-are held out and where shards end, is decided by the code of the command without parts, and so is what is saved and
-continued. Only the numbers of lines are missing, in a file within which a part begins: they are added here.
+are held out and where shards end, is decided by the code of the command without parts, and so are saving and
+continuing. Only the numbers of lines are missing, in a file within which a part begins: they are added here.
 """
 
 from __future__ import annotations

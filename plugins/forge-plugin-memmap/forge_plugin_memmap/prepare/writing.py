@@ -91,7 +91,7 @@ class SplitWriter:
             vocab_size: ids lie below it; it decides on their width.
             end_of_text: id that ends a document.
             shard_tokens: tokens after which a shard ends.
-            written: what is there already.
+            written: the state to continue from.
             more: `TEXT_BYTES`, for files of it.
 
         Raises:
