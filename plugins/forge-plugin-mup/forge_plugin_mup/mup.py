@@ -33,7 +33,9 @@ class MuP(Plugin):
     """Rates, decay, epsilon and initial values of a model, from a smaller one on which they were tuned.
 
     mup: of the width, by Yang et al. 2022, "Tensor Programs V" (arXiv 2203.03466), table 8. complete_p: of width and
-    depth, with AdamW's epsilon, by Dey et al. 2025, "Don't be lazy" (arXiv 2505.01618), table 1 with alpha = 1.
+    depth, with AdamW's epsilon, by Dey et al. 2025, "Don't be lazy" (arXiv 2505.01618), table 1 with alpha = 1. u_mup:
+    without a base, by Blake et al. 2024 (arXiv 2407.17465), table 2: all sizes are 1 at the start, so that rates are
+    about 1, and small and large models have the same.
 
     With `base_batch_tokens` or `base_tokens`, AdamW follows batch and length too (Malladi et al. 2022, arXiv
     2205.10287; Mlodozeniec et al. 2025, arXiv 2512.22382).
@@ -44,11 +46,12 @@ class MuP(Plugin):
     `[[optimizer.groups]]` sets is taken as it is written.
     """
 
-    parametrization: Literal["mup", "complete_p"] = "complete_p"
-    """The rules: `mup` for the width, `complete_p` for width and depth."""
-    base: Mapping[str, Any]
+    parametrization: Literal["mup", "complete_p", "u_mup"] = "complete_p"
+    """The rules: `mup` for the width, `complete_p` and `u_mup` for width and depth."""
+    base: Mapping[str, Any] = field(factory=dict)
     """`[plugins.mup.base]`: keys of `[model]` with their values in the base model: `dim = 256`, `layers = 4`,
-    `attention.heads = 4`. All other keys are the model's own."""
+    `attention.heads = 4`. All other keys are the model's own. Required, but for `u_mup`, which has no base: there, they
+    are the smallest size of the coordinate check."""
 
     base_batch_tokens: int = field(default=0, validator=ge(0))
     """Tokens a step of the base's run; rate, decay, betas and epsilon of AdamW follow the job's. 0: they do not."""
@@ -61,7 +64,7 @@ class MuP(Plugin):
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         """Checks the keys of the base, the base itself, and that the optimizer declares the size of its updates."""
         # The shapes follow when the model is built, which a check does too since this plugin wraps it
-        if not self.base:
+        if not self.base and self.parametrization != "u_mup":
             yield Problem("base", "names no key of the model; give the sizes of the model that was tuned")
         base, problems = with_keys(job.model, self.base)
         yield from (problem.below("base") for problem in problems)
@@ -82,6 +85,12 @@ class MuP(Plugin):
         from forge_plugin_mup.tables import initial
 
         model = yield
+        if self.parametrization == "u_mup":
+            from forge_plugin_mup.unit import unit_initial_values, unit_scaled
+
+            self._comparison = unit_scaled(model, context.job.train.seq_len)
+            unit_initial_values(model, self._comparison.places)
+            return model
         # The base is built beside the model and dropped: on the meta device it takes no memory
         base, problems = with_keys(component, self.base)
         if problems:

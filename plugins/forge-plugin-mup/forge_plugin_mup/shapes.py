@@ -70,7 +70,7 @@ def compare(model: Model, base: Model) -> Comparison:
             continue
         holder, _, key = twin.name.rpartition(".")
         twins[item.name] = base.get_submodule(holder) if holder else base, key
-        sizes = *_sizes(item.role, item.parameter.shape), *_sizes(item.role, twin.parameter.shape)
+        sizes = *sizes_of(item.role, item.parameter.shape), *sizes_of(item.role, twin.parameter.shape)
         places[item.name] = Place(item.role, *sizes, in_block=item.name.startswith(f"{LAYERS}."))
     if problems:
         raise JobError(problems)
@@ -79,7 +79,8 @@ def compare(model: Model, base: Model) -> Comparison:
     return Comparison(places=places, depth=len(model.layers) / len(base.layers), twins=twins)
 
 
-def _sizes(role: str, shape: tuple[int, ...]) -> tuple[int, int]:
+def sizes_of(role: str, shape: tuple[int, ...]) -> tuple[int, int]:
+    """Returns outputs and inputs of a parameter, as `Place` has them."""
     # The vocabulary of an embedding is no sum: a position looks one row up. A stack's first dimension counts matrices
     if role == "embedding" or len(shape) < 2 or role == "bias":
         return shape[-1] if shape else 1, 1

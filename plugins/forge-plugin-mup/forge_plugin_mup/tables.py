@@ -10,7 +10,7 @@ from attrs import frozen
 
 from forge_plugin_mup.shapes import Place
 
-Parametrization = Literal["mup", "complete_p"]
+Parametrization = Literal["mup", "complete_p", "u_mup"]
 UpdateSize = Callable[[str, int, int], float]
 """See `forge_kit.optim.update_size.HasUpdateSize`."""
 READERS = ("head", "router")
@@ -49,14 +49,18 @@ def factors(place: Place, size: UpdateSize, depth: float, parametrization: Param
     Args:
         place: sizes here and in the base, and the factors that are absorbed.
         size: of the optimizer's updates.
-        depth: layers relative to the base.
+        depth: layers relative to the base; of `u_mup` all, as the base is of width and depth 1.
         parametrization: the table.
     """
     # What a parameter computes changes as much as in the base: the papers' factor on the rate, by optimizer
     rate = size(place.role, place.base_outputs, place.base_inputs) / size(place.role, place.outputs, place.inputs)
     rate *= place.absorbed
     epsilon = 1.0
-    if parametrization == "complete_p":
+    if parametrization == "u_mup":
+        # Table 2 of Blake et al.: paths of a deep model move together, and rows of a wide embedding share one gradient
+        rate /= math.sqrt(depth) if place.in_block else 1
+        rate /= math.sqrt(place.outputs) if place.role == "embedding" else 1
+    if parametrization != "mup":
         # As the elements of gradients: each output of a wider model has a smaller part in the loss, and so has a block
         # of a deeper one
         epsilon = 1 / (place.output_ratio * (depth if place.in_block else 1) * place.absorbed)

@@ -34,9 +34,8 @@ def job_of(folder: Path, model: Any, optimizer: Any, plugins: Any, **settings: A
     # Clipping is by the norm of the parameters as they are, which absorbed factors change
     wanted["grad_clip_norm"] = 0.0
     data = {"sources": (Numbers(ignored=3),)}
-    return tiny_job(
-        str(folder), installed(), model=model, optimizer=optimizer, plugins=plugins, data=data, **wanted, **settings
-    )
+    keys = {"model": model, "optimizer": optimizer, "plugins": plugins, "data": data, **wanted, **settings}
+    return tiny_job(str(folder), installed(), **keys)
 
 
 def table(depth: int, epsilon: float) -> tuple[ParameterGroup, ...]:
@@ -134,22 +133,23 @@ def first_gradients(job: Any) -> dict[str, float]:
 
 
 EXPERTS = attrs.evolve(DENSE, ffn=MoE(experts=4, hidden=16, router=SoftmaxTopK(top_k=2), shared_experts=1))
-JOBS: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
-    "dense": (DENSE, BASE),
-    "experts": (EXPERTS, {"dim": 8, "layers": 2, "attention": {"heads": 1}, "ffn": {"hidden": 4}}),
+JOBS: Mapping[str, tuple[Any, MuP]] = {
+    "dense": (DENSE, MuP(base=BASE)),
+    "experts": (EXPERTS, MuP(base={"dim": 8, "layers": 2, "attention": {"heads": 1}, "ffn": {"hidden": 4}})),
+    "u_mup": (DENSE, MuP(parametrization="u_mup")),
 }
 
 
 def observation(name: str) -> Callable[[Path, Mapping[str, Any]], Curve]:
     def observe(folder: Path, changes: Mapping[str, Any]) -> Curve:
-        model, base = JOBS[name]
+        model, plugin = JOBS[name]
         optimizer = AdamW(lr=RATE, eps=1e-3, fused=False)
-        return curves.train(job_of(folder, model, optimizer, {"mup": MuP(base=base)}, **changes))
+        return curves.train(job_of(folder, model, optimizer, {"mup": plugin}, **changes))
 
     return observe
 
 
-LAYOUTS = {"dense": ("fsdp2", "tp2", "pp2"), "experts": ("fsdp2_ep2", "tp2")}
+LAYOUTS = {"dense": ("fsdp2", "tp2", "pp2"), "experts": ("fsdp2_ep2", "tp2"), "u_mup": ("tp2", "pp2")}
 test_layouts = layout_law(
     *(Case(name, observe=observation(name), compare=same_curve, layouts=LAYOUTS[name]) for name in JOBS)
 )

@@ -6,6 +6,7 @@ its values: E or less.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -328,6 +329,19 @@ class GroupedAttention(nn.Module):
     def stream_writers(self) -> Sequence[str]:
         """Names the parameters of `o`, which writes into the residual stream."""
         return last_parameters(self, "o")
+
+    def unit_scale(self, seq_len: int) -> float | None:
+        """Returns one over the size of mixed values at the start, of scores that are divided by E.
+
+        As u-muP has it (Blake et al. 2024): between sqrt(log(S) / S), where all positions weigh alike, and 1, where one
+        does, by E. None for values or results that are not plain ones, or other masks.
+        """
+        is_plain = self.v_norm_eps is None and self.value_scale == 1 and not self.gate_width and not self.scoring.sinks
+        if not is_plain or self.scoring.mask is not None:
+            return None
+        length = self.scoring.window_in(seq_len) or seq_len
+        share = 1 / (1 + 4 * self.head_dim)
+        return (math.log(length) / length) ** (-(1 - share) / 2)
 
     def score_weights(self) -> tuple[Sequence[str], int, float]:
         """Returns the parameters that scores are proportional to, the width of a head, and the factor on scores.

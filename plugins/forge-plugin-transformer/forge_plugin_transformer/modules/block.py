@@ -200,6 +200,20 @@ class Block(nn.Module):
                 names += parts.last_parameters(self, norm)
         return names
 
+    def unit_scales(self, seq_len: int) -> Mapping[str, float]:
+        """Returns, by the `stream_writers`, the factor by which the input of each has a size of 1 at the start.
+
+        Raises:
+            ForgeError: a part does not state it, or does not name its writers.
+        """
+        factors = dict.fromkeys(self.stream_writers(), 1.0)
+        for name in ("attention", "ffn"):
+            # Behind a norm the size is 1 already
+            if self.has[name] and isinstance(getattr(self, f"{name}_post_norm"), nn.Identity):
+                factor = parts.unit_scale(name, getattr(self, name), seq_len)
+                factors |= {key: factor for key in factors if key.startswith(f"{name}.")}
+        return factors
+
     def tap_points(self) -> Mapping[str, TapPoint]:
         """The residual stream if it is a single one, what each part adds to it, and the points of the parts."""
         points: dict[str, TapPoint] = {}

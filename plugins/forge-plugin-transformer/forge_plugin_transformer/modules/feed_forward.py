@@ -44,6 +44,10 @@ class TwoSteps(nn.Module):
         """Names the parameters of `down`, the last matrix of each of them."""
         return last_parameters(self, "down")
 
+    def unit_scale(self, seq_len: int) -> float | None:
+        """Returns one over the size of the hidden features at the start; None where no paper states it."""
+        return None
+
 
 @directly_callable
 class GatedFeedForward(TwoSteps):
@@ -71,6 +75,11 @@ class GatedFeedForward(TwoSteps):
     def activation(self, gate: Tensor) -> Tensor:
         """Returns the factors on `up(x)`, from `gate(x)`."""
         return F.silu(gate)
+
+    def unit_scale(self, seq_len: int) -> float | None:
+        """As u-muP has it (Blake et al. 2024): between 1/2 for flat gates and 1/sqrt(2) for sharp ones."""
+        # Of this activation alone
+        return 2**0.75 if type(self) is GatedFeedForward else None
 
     def tensor_parallel_plan(self) -> Mapping[str, str]:
         """Ranks divide the hidden features; `down` sums their parts of the result."""

@@ -238,6 +238,16 @@ class TransformerModel(KeepsTies):
         """
         return [key for number, layer in self.layers.items() for key in parts.stream_writers(f"layers.{number}", layer)]
 
+    def unit_scales(self, seq_len: int) -> Mapping[str, float]:
+        """Returns, by the `stream_writers` of all layers, the factor by which the input of each has a size of 1.
+
+        Raises:
+            ForgeError: a part of a layer does not state it.
+        """
+        layers: Any = self.layers
+        own = ((f"layers.{number}", layer.unit_scales(seq_len)) for number, layer in layers.items())
+        return {f"{name}.{key}": factor for name, factors in own for key, factor in factors.items()}
+
     def score_weights(self) -> Sequence[tuple[Sequence[str], int, float]]:
         """Returns, for each attention that may derive the width of its heads: see `GroupedAttention.score_weights`."""
         own: list[tuple[str, Any]] = [(name, part) for name, part in self._parts() if hasattr(part, "score_weights")]

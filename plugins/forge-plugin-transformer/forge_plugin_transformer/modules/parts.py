@@ -121,6 +121,19 @@ def stream_writers(name: str, part: nn.Module) -> list[str]:
     return [f"{name}.{key}" for key in declared]
 
 
+def unit_scale(name: str, part: nn.Module, seq_len: int) -> float:
+    """Returns the factor by which the input of a part's `stream_writers` has a root mean square of 1 at the start.
+
+    Raises:
+        ForgeError: the part does not state it.
+    """
+    declared: float | None = _ask(part, "unit_scale", None, seq_len)
+    if declared is None:
+        message = f"{name} is a {type(part).__name__}, which does not state the size of its features at the start"
+        raise ForgeError(f"{message}, by a method `unit_scale`")
+    return declared
+
+
 def float8_exempt(name: str, part: nn.Module) -> list[str]:
     """Returns the part's exemptions, with module names below `name`."""
     return [f"{name}.{key}" for key in _ask(part, "float8_exempt", ())]

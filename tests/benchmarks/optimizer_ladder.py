@@ -1,0 +1,76 @@
+"""AdamW, Muon and SOAP on one ladder, each tuned at every size, compared at the end of training.
+
+    python tests/benchmarks/optimizer_ladder.py OUT            # about an hour of one slow core
+
+Three ladders over `configs/rung.toml`: sizes of 10, 20 and 40 thousand parameters, 50 tokens for each parameter, three
+rates a factor of 2.5 apart, each with a whole cosine. The table has the best held-out loss of each size, its rate, and
+the tokens that AdamW would take for it, by the slope of its own losses between sizes (Wen et al. 2025, arXiv
+2509.02046, compare optimizers so, and find 1.4 times at 0.1B and 1.1 times at 1.2B parameters).
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+from forge_plugin_ladder import read_points
+from forge_plugin_ladder.tuning import best_points
+
+ROOT = Path(__file__).parents[2]
+LADDER = """
+job = "job.toml"
+output = "{out}"
+[sizes.10k]
+dim = 16
+attention.heads = 2
+ffn.hidden = 48
+[sizes.20k]
+dim = 24
+attention.heads = 3
+ffn.hidden = 64
+[sizes.40k]
+dim = 32
+attention.heads = 4
+ffn.hidden = 96
+[budgets]
+tokens_per_parameter = [50]
+[tune]
+"optimizer.lr" = [0.4, 1, 2.5]
+[rules."scheduler.warmup_steps"]
+type = "power"
+at_reference = 1
+tokens = 10_240
+by_tokens = 1
+"""
+# Middle rates, after a first try of AdamW at 8e-3, whose best rate was the largest
+RATES = {"adamw": 2e-2, "muon": 2e-2, "soap": 1e-2}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--parallel", default="1", help="runs at the same time")
+    options = parser.parse_args()
+    best: dict[str, dict[float, tuple[float, float]]] = {}
+    for name, rate in RATES.items():
+        folder = options.out / name
+        folder.mkdir(parents=True, exist_ok=True)
+        job = (ROOT / "configs/rung.toml").read_text()
+        job = job.replace('type = "adamw"\nlr = 5e-3', f'type = "{name}"\nlr = {rate}')
+        (folder / "job.toml").write_text(job)
+        (folder / "ladder.toml").write_text(LADDER.format(out=folder / "runs"))
+        command = [sys.executable, "-m", "forge_core", "ladder", "run", str(folder / "ladder.toml")]
+        subprocess.run([*command, "--parallel", options.parallel], check=True)
+        points = best_points(read_points(folder / "runs/points.json"))
+        best[name] = {point.parameters: (point.loss, point.tuned["optimizer.lr"]) for point in points}
+    for size in best["adamw"]:
+        print(
+            f"{size:8,.0f}  "
+            + "  ".join(f"{name} {loss:.4f} at {rate:.3g}" for name in best for loss, rate in [best[name][size]])
+        )
+
+
+if __name__ == "__main__":
+    main()
