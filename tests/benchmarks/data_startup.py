@@ -53,7 +53,13 @@ sequences = 8
 """
 WITHOUT = 'type = "forge_testing:Numbers"\n'
 TOKEN_FILE = 'type = "memmap"\npath = "{}.bin"\n'
-RAW = 'type = "memmap"\npath = "{}.raw"\nformat = "raw"\ndtype = "uint16"\nend_of_text = 0\nheld_out_every = 1000\n'
+RAW = """type = "memmap"
+path = "{}.raw"
+format.type = "raw"
+format.dtype = "uint16"
+end_of_text = 0
+held_out_every = 1000
+"""
 
 
 class Cost(NamedTuple):

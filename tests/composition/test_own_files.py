@@ -68,7 +68,7 @@ SOURCES = {
     "text": (text, 'type = "text"', LANGUAGE),
     "text of lines": (lines, 'type = "text"', LANGUAGE),
     "huggingface": (lines, 'type = "huggingface"', LANGUAGE),
-    "memmap": (ids, 'type = "memmap"\nformat = "raw"\ndtype = "uint16"\nend_of_text = 256', LANGUAGE),
+    "memmap": (ids, 'type = "memmap"\nformat = { type = "raw", dtype = "uint16" }\nend_of_text = 256', LANGUAGE),
     "images": (pictures, 'type = "image_text"', VISION_LANGUAGE_MODEL),
     "shards of images": (shards, 'type = "image_text"', VISION_LANGUAGE_MODEL),
     "records of images": (records, 'type = "image_text"', VISION_LANGUAGE_MODEL),

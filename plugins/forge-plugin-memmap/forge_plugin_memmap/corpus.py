@@ -8,13 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from attrs import define, evolve, field, frozen
 
 from forge_core.contracts.errors import JobError, Problem
-from forge_kit.data.data_files import FileFinder, Listing
+from forge_kit.data.data_files import FileFinder
+from forge_plugin_memmap.formats.kind import Surroundings, TokenFormat
+from forge_plugin_memmap.formats.reading import read_shard
 from forge_plugin_memmap.manifest import HELD_OUT, TRAIN, Prepared, read_prepared
 from forge_plugin_memmap.paths import FoundFile, distinct, expand
-from forge_plugin_memmap.shards import SUFFIXES, Shard, read_shard
-
-RAW_SUFFIXES = (".bin", ".npy")
-"""Files of a folder that are read as raw ids; the second are what Dolma and OLMo write."""
+from forge_plugin_memmap.shards import Shard
 
 
 @frozen
@@ -43,8 +42,7 @@ class CorpusKeys:
 
     path: tuple[str, ...]
     held_out_path: tuple[str, ...]
-    dtype: str | None
-    """dtype of the ids of raw files; None: the files have headers."""
+    format: TokenFormat
     end_of_text: int | None
 
 
@@ -64,16 +62,18 @@ class _Search:
     keys: CorpusKeys
     problems: list[Problem] = field(factory=list)
     folders: dict[str, Prepared | None] = field(factory=dict)
-    listing: Listing = field(factory=Listing)
+    surroundings: Surroundings = field(factory=Surroundings)
     finder: FileFinder = field(factory=FileFinder)
 
     def run(self) -> ShardedCorpus:
-        train, apart = self._split(self._expand("path", self.keys.path))
+        found = self._expand("path", self.keys.path)
+        train, apart = self._split(found)
         named = self._expand("held_out_path", self.keys.held_out_path)
         # The key takes precedence over the manifests
         held_out = [file.path for file in named] if self.keys.held_out_path else apart
         self._check_overlap(train, held_out)
         read = self._read("path", train), self._read("held_out_path" if named else "path", held_out)
+        self._check_orphans({_folder(file) for file in [*found, *named] if file.in_folder}, [*read[0], *read[1]])
         prepared = self._prepared([*read[0], *read[1]])
         end_of_text, vocab_size = self._agreed([*read[0], *read[1]])
         # Only now: every problem of every file is in one error
@@ -92,12 +92,12 @@ class _Search:
         files: list[FoundFile] = []
         for pattern in patterns:
             try:
-                files += expand(pattern, RAW_SUFFIXES if self.keys.dtype else SUFFIXES, self.finder)
+                files += expand(pattern, self.keys.format.suffixes(), self.finder)
             except JobError as error:
                 self._note(key, error)
         # The manifest of a folder is read once, however many of its files are named
         usable = {folder: self._open_folder(key, folder) for folder in sorted({_folder(file) for file in files})}
-        return distinct(sorted(file for file in files if usable[_folder(file)]), self.listing.real)
+        return distinct(sorted(file for file in files if usable[_folder(file)]), self.surroundings.listing.real)
 
     def _open_folder(self, key: str, folder: str) -> bool:
         try:
@@ -130,20 +130,34 @@ class _Search:
 
     def _check_overlap(self, train: Iterable[str], held_out: Iterable[str]) -> None:
         # By real paths, since a link may lead to a file that is trained on
-        trained = set(map(self.listing.real, train))
+        trained = set(map(self.surroundings.listing.real, train))
         for path in held_out:
-            if self.listing.real(path) in trained:
+            if self.surroundings.listing.real(path) in trained:
                 self._note("held_out_path", f"{path} is also trained on; leave it out of one of the two")
 
     def _read(self, key: str, paths: Iterable[str]) -> list[Shard]:
         shards = []
         for path in paths:
             try:
-                shard, prepared = read_shard(path, self.keys.dtype, self.listing), self.folders[os.path.dirname(path)]
+                shard = read_shard(path, self.keys.format, self.surroundings)
+                prepared = self.folders[os.path.dirname(path)]
                 shards.append(evolve(shard, summed=bool(prepared and prepared.is_summed(os.path.basename(path)))))
             except JobError as error:
                 self._note(key, error)
         return shards
+
+    def _check_orphans(self, folders: Iterable[str], shards: Sequence[Shard]) -> None:
+        """An index whose data is missing: of a folder, the whole is meant."""
+        pairs = {format.index for format in self.keys.format.members() if format.index}
+        known = {path for shard in shards for path in shard.stamps}
+        for folder in sorted(folders):
+            indexes = {path for path in known if os.path.dirname(path) == os.path.abspath(folder)}
+            # Only where such indexes are in use: another file may have the same suffix
+            used = [pair for pair in pairs if any(path.endswith(pair[0]) for path in indexes)]
+            for name in sorted(os.listdir(folder or ".")) if used else ():
+                data = [name.removesuffix(index) + suffix for index, suffix in used if name.endswith(index)]
+                if data and not any(self.surroundings.listing.has(os.path.join(folder, each)) for each in data):
+                    self._note("path", f"{os.path.join(folder, name)} is there, but its data, {data[0]}, is missing")
 
     # --- what they say ---------------------------------------------------------------------------------------------
 
@@ -151,7 +165,7 @@ class _Search:
         """The folders of `data prepare`, whole and of one tokenizer."""
         prepared = tuple(folder for folder in self.folders.values() if folder is not None)
         # Known from the shards, so that the manifest's files need not be looked at again
-        sizes = {os.path.join(os.path.dirname(s.path), name): size for s in shards for name, size in s.sizes.items()}
+        sizes = {path: stamp[0] for shard in shards for path, stamp in shard.stamps.items()}
         for folder in prepared:
             faults = (folder.size_fault(name, sizes) for name in folder.manifest["files"])
             self.problems += [Problem("path", fault) for fault in faults if fault]

@@ -26,7 +26,7 @@ from forge_kit.data.block_sums import (
 from forge_kit.data.cache import digest_of
 from forge_plugin_memmap.files import Reader
 from forge_plugin_memmap.index import document_ends
-from forge_plugin_memmap.shards import ENDS, LEARNED, Shard
+from forge_plugin_memmap.shards import Shard
 
 PIECE = 1 << 22
 """Tokens that are verified at a time."""
@@ -49,8 +49,7 @@ class ShardedDocuments:
         self._starts = [0, *accumulate(shard.tokens for shard in shards)]
         self._dtypes = [np.dtype(shard.dtype) for shard in shards]
         self._masks = [shard.mask for shard in shards]
-        stamps = ((shard, suffix, stamp[0]) for shard in shards for suffix, stamp in shard.stamps.items())
-        self._reader = Reader({shard.beside(suffix) if suffix else shard.path: size for shard, suffix, size in stamps})
+        self._reader = Reader({path: stamp[0] for shard in shards for path, stamp in shard.stamps.items()})
         self._checks: dict[tuple[int, str], CheckedBlocks] = {}
         self._ends: np.ndarray | None = None
         self._identity = digest_of([shard.content_key() for shard in shards])
@@ -103,7 +102,7 @@ class ShardedDocuments:
 
     def where(self, start: int, stop: int) -> str:
         """Returns the files and the places in them, from the start of each file."""
-        parts = ((self._shards[number].path, first, last) for number, first, last in self._parts(start, stop))
+        parts = ((self._shards[number].name, first, last) for number, first, last in self._parts(start, stop))
         return "tokens " + " and ".join(f"{first} to {last} of {path}" for path, first, last in parts)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -128,25 +127,27 @@ class ShardedDocuments:
         shard, dtype = self._shards[number], self._dtypes[number]
         # Sums are of the file's blocks, from its first byte; ids are checked from the first id.
         base = shard.offset if shard.summed else 0
-        self._blocks(number, "").demand(base + start * dtype.itemsize, base + stop * dtype.itemsize)
+        self._blocks(number, shard.path).demand(base + start * dtype.itemsize, base + stop * dtype.itemsize)
         return self._reader.read(shard.path, dtype, shard.offset + start * dtype.itemsize, stop - start)
 
     def _check_ends(self) -> None:
         for number, shard in enumerate(self._shards):
-            if shard.summed and shard.documents:
-                self._blocks(number, ENDS).demand(0, shard.stamps[ENDS][0])
+            if shard.summed and shard.ends:
+                self._blocks(number, shard.ends.path).demand(0, shard.stamps[shard.ends.path][0])
 
-    def _blocks(self, number: int, suffix: str) -> CheckedBlocks:
+    def _blocks(self, number: int, path: str) -> CheckedBlocks:
         """The blocks of a file of a shard: by their sums, or else by the range of their ids."""
-        if (number, suffix) not in self._checks:
-            shard = self._shards[number]
-            fault = self._damage_of(shard, suffix) if shard.summed else partial(self._beyond, number)
-            self._checks[number, suffix] = CheckedBlocks(shard.stamps[suffix][0], fault)
-        return self._checks[number, suffix]
+        shard = self._shards[number]
+        # Unpacked shards share one file, whose blocks are checked once; ids are checked from the first one of a shard
+        key = (0 if shard.summed else number, path)
+        if key not in self._checks:
+            fault = self._damage_of(shard, path) if shard.summed else partial(self._beyond, number)
+            self._checks[key] = CheckedBlocks(shard.stamps[path][0], fault)
+        return self._checks[key]
 
-    def _damage_of(self, shard: Shard, suffix: str) -> Callable[[int], str]:
+    def _damage_of(self, shard: Shard, path: str) -> Callable[[int], str]:
         """Returns a function that compares a block with its sum. All sums are read at once: 64 kB for 1 GB."""
-        path, size = shard.beside(suffix) if suffix else shard.path, shard.stamps[suffix][0]
+        size = shard.stamps[path][0]
         where, dtype = path + SUFFIX, np.dtype("u1")
         sums = native_sums(where, self._reader.read(where, np.dtype(SUMS), 0, blocks_of(size)), size)
 
@@ -167,7 +168,8 @@ class ShardedDocuments:
         return range_fault(shard.path, ids, first, min(known))
 
     def _mask(self, number: int, start: int, stop: int) -> np.ndarray:
-        if not self._masks[number]:
+        mask = self._masks[number]
+        if mask is None:
             return np.ones(stop - start, dtype=bool)
         # One byte for each token, so the number of a token is its offset
-        return self._reader.read(self._shards[number].beside(LEARNED), np.dtype(bool), start, stop - start)
+        return self._reader.read(mask.path, np.dtype(bool), mask.offset + start, stop - start)

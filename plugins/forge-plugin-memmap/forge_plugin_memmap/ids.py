@@ -67,10 +67,10 @@ def _ranges(shards: Sequence[Shard]) -> Sequence[Sequence[int]]:
 
 def _describe(shard: Shard, limit: int | None) -> str:
     place, id_ = _first_beyond(shard, limit)
-    message = f"{shard.path}: token {place} is {id_}"
+    message = f"{shard.name}: token {place} is {id_}"
     if id_ < 0:
-        return f"{message}, and ids are not negative; correct format and dtype, or the file"
-    fix = "set model.vocab_size, or correct format and dtype"
+        return f"{message}, and ids are not negative; correct the format, or the file"
+    fix = "set model.vocab_size, or correct the format"
     return f"{message}, beyond the vocabulary of {limit} ids; {fix}"
 
 

@@ -11,14 +11,12 @@ from forge_core import report_progress
 from forge_core.contracts.errors import JobError
 from forge_kit.data.cache import cached_folder, digest_of
 from forge_plugin_memmap.files import Reader
-from forge_plugin_memmap.shards import ENDS, Shard
+from forge_plugin_memmap.shards import BLOCK, DocumentEnds, Shard
 
 FORMAT = 1
 """Part of the key in the cache: raise it when the same shards give another index."""
 GROUP = "memmap"
 """The cache's folder for facts about shards."""
-BLOCK = 1 << 22
-"""Numbers read at a time."""
 FILE = "documents"
 
 
@@ -64,7 +62,7 @@ def _all_ends(shards: Sequence[Shard], end_of_text: int) -> Iterator[np.ndarray]
     """Ends in all shards, in pieces, and the end of the last document, which may lack its end-of-text."""
     first = last = 0
     for shard in shards:
-        for ends in _scanned(shard, end_of_text) if shard.documents is None else _listed(shard, shard.documents):
+        for ends in _scanned(shard, end_of_text) if shard.ends is None else _listed(shard, shard.ends):
             last = first + int(ends[-1]) if len(ends) else last
             yield ends + first
         first += shard.tokens
@@ -82,17 +80,21 @@ def _scanned(shard: Shard, end_of_text: int) -> Iterator[np.ndarray]:
         yield ends
     if not count:
         message = f"none of the {shard.tokens} ids of {shard.path} is {end_of_text}, the end-of-text"
-        raise JobError(f"{message}, so its documents cannot be told apart; correct end_of_text, or provide {ENDS}")
+        raise JobError(f"{message}, so its documents cannot be told apart; correct end_of_text, or provide .ends")
 
 
-def _listed(shard: Shard, documents: int) -> Iterator[np.ndarray]:
-    reader, path, last = Reader(), shard.beside(ENDS), 0
-    for start in range(0, documents, BLOCK):
-        ends = reader.read(path, np.dtype("<i8"), 8 * start, min(BLOCK, documents - start))
+def _listed(shard: Shard, index: DocumentEnds) -> Iterator[np.ndarray]:
+    last = 0
+    for ends in index.blocks():
+        if not len(ends):
+            continue
         # Compared with the block before, too; no document is empty
-        if ends[0] <= last or (np.diff(ends) <= 0).any():
-            raise JobError(f"{path}: the ends of documents do not ascend; it is damaged")
+        if ends[0] <= last or (ends[1:] <= ends[:-1]).any():
+            raise JobError(f"{index.path}: the ends of documents do not ascend; it is damaged")
         last = int(ends[-1])
-        yield ends
+        # Checked before it is signed: an unsigned end of 2^63 and more would become negative
+        if last > shard.tokens:
+            break
+        yield ends.astype(np.int64)
     if last != shard.tokens:
-        raise JobError(f"{path}: the last document ends at {last}, but {shard.path} has {shard.tokens} tokens")
+        raise JobError(f"{index.path}: the last document ends at {last}, but {shard.name} has {shard.tokens} tokens")

@@ -12,6 +12,8 @@ from forge_core.contracts.components import DatasetComponent, FilePath, when_res
 from forge_core.contracts.errors import JobError, Problem
 from forge_kit.tools.rank_zero import from_rank0, is_checked_elsewhere
 from forge_plugin_memmap.corpus import CorpusKeys, ShardedCorpus, find_corpus
+from forge_plugin_memmap.formats.auto import Auto
+from forge_plugin_memmap.formats.kind import TokenFormat
 from forge_plugin_memmap.shards import check_visible
 
 if TYPE_CHECKING:
@@ -19,8 +21,6 @@ if TYPE_CHECKING:
     from forge_core.contracts.data import Documents, Tokenizer
     from forge_core.contracts.layout import Layout
     from forge_core.job import Job
-
-Dtype = Literal["uint8", "uint16", "uint32", "uint64", "int16", "int32", "int64"]
 
 
 def _off_or_at_least_two(_: Any, attribute: Attribute, value: int) -> None:
@@ -31,19 +31,17 @@ def _off_or_at_least_two(_: Any, attribute: Attribute, value: int) -> None:
 
 @frozen(kw_only=True)
 class Memmap(DatasetComponent):
-    """Documents that are token ids already: files of `forge-run data prepare`, arrays of numpy, or raw ids.
+    """Documents that are token ids already: of `forge-run data prepare`, or of another library, read where they lie.
 
-    Several files are one corpus, in the order of their names. Memory does not grow with the corpus. The
-    contents of a file are read from its header, or stated here; they are never guessed.
+    Several files are one corpus, in the order of their names. Memory does not grow with the corpus. The format of a
+    file is recognised by its header or its index, or stated here; it is never guessed.
     """
 
     path: FilePath | tuple[FilePath, ...]
     """Files, folders and globs (`data/*.npy`): one, or a list. Relative ones start at the current directory. The folder
     of `data prepare` stands for both of its splits."""
-    format: Literal["auto", "raw"] = "auto"
-    """auto: `.bin` with the header that `data prepare` writes, and `.npy`. raw: nothing but ids of type `dtype`."""
-    dtype: Dtype | None = None
-    """Type of the ids in raw files, little-endian; for those, it is required."""
+    format: TokenFormat = field(factory=Auto)
+    """How ids lie in the files. By default each file shows it, by its first bytes or the index beside it."""
     end_of_text: int | None = field(default=None, validator=optional(ge(0)))
     """Id that ends a document; required where the files do not say."""
     held_out_path: FilePath | tuple[FilePath, ...] = ()
@@ -66,7 +64,7 @@ class Memmap(DatasetComponent):
         # Before the files, since these keys decide how files are read
         if problems := list(self._key_problems()):
             raise JobError(problems)
-        corpus = find_corpus(CorpusKeys(_listed(self.path), _listed(self.held_out_path), self.dtype, self.end_of_text))
+        corpus = find_corpus(CorpusKeys(_listed(self.path), _listed(self.held_out_path), self.format, self.end_of_text))
         if problems := list(self._split_problems(corpus)):
             raise JobError(problems)
         return corpus
@@ -143,11 +141,6 @@ class Memmap(DatasetComponent):
     def _key_problems(self) -> Iterator[Problem]:
         if not _listed(self.path) or not all([*_listed(self.path), *_listed(self.held_out_path)]):
             yield Problem("path", "an empty path names nothing; give a file, folder or glob, or a list")
-        if self.format == "raw" and self.dtype is None:
-            yield Problem("dtype", 'required key is missing: raw files do not say it; for example dtype = "uint16"')
-        if self.format != "raw" and self.dtype is not None:
-            message = f'{self.dtype!r}, but files with a header say it themselves; leave it out, or set format = "raw"'
-            yield Problem("dtype", message)
         if self.held_out_every and self.held_out_path:
             yield Problem(
                 "held_out_path", f"held_out_every = {self.held_out_every} is set as well; keep one of the two"

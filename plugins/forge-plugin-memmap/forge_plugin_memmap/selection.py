@@ -13,8 +13,9 @@ from forge_core.contracts.data import Documents, identity_of
 from forge_core.contracts.errors import JobError
 from forge_kit.data.budgets import Verifiable
 from forge_kit.data.cache import cached_folder, digest_of
-from forge_plugin_memmap.index import BLOCK, FORMAT, GROUP, map_file
+from forge_plugin_memmap.index import FORMAT, GROUP, map_file
 from forge_plugin_memmap.manifest import HELD_OUT, SPLITS, TRAIN
+from forge_plugin_memmap.shards import BLOCK
 
 
 def split_documents(documents: Documents, every: int, identity: Any) -> SelectedDocuments:

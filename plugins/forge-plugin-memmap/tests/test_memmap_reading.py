@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from forge_core.contracts.data import Documents
 from forge_core.contracts.errors import DataError
 from forge_kit.data.token_file import TokenFileWriter
-from forge_plugin_memmap import index, selection
+from forge_plugin_memmap import index, selection, shards
 from forge_plugin_memmap.documents import ShardedDocuments
-from forge_plugin_memmap.shards import read_shard
+from forge_plugin_memmap.formats import Raw
+from forge_plugin_memmap.formats.reading import read_shard
 from forge_testing.refusals import naming, refuses
 
 END = 9
@@ -29,6 +30,7 @@ ids = st.lists(st.integers(0, 9), min_size=1, max_size=12)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that what is read in blocks is read in several."""
     monkeypatch.setattr(index, "BLOCK", 5)
+    monkeypatch.setattr(shards, "BLOCK", 5)
     monkeypatch.setattr(selection, "BLOCK", 3)
 
 
@@ -109,7 +111,7 @@ def test_a_file_that_is_cut_short_later_is_an_error_and_not_the_end_of_the_proce
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "uint64", "int16", "int32", "int64"])
 def test_raw_files_are_read_as_the_type_that_is_written(open_documents: Callable[..., Any], dtype: str) -> None:
     np.arange(12).astype(np.dtype(dtype).newbyteorder("<")).tofile("a.bin")
-    assert all_of(open_documents(path="a.bin", format="raw", dtype=dtype, end_of_text=END)) == list(range(12))
+    assert all_of(open_documents(path="a.bin", format=Raw(dtype=dtype), end_of_text=END)) == list(range(12))
 
 
 def test_token_files_say_themselves_what_they_are(open_documents: Callable[..., Any]) -> None:

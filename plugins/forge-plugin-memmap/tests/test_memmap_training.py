@@ -74,7 +74,7 @@ def test_every_format_gives_the_same_losses(train: Train) -> None:
     whole = losses(train('path = "whole.npy"\nend_of_text = 0'))
     assert len(whole) == 3
     assert losses(train('path = "part-*.npy"\nend_of_text = 0')) == whole
-    assert losses(train('path = "raw.bin"\nformat = "raw"\ndtype = "uint32"\nend_of_text = 0')) == whole
+    assert losses(train('path = "raw.bin"\nformat = { type = "raw", dtype = "uint32" }\nend_of_text = 0')) == whole
     assert losses(train('path = "file.bin"')) == whole
 
 

@@ -1,0 +1,119 @@
+"""Format `dolma`: `.npy` without a header, and `.csv.gz`, of Dolma and OLMo (`tokenizer/memmap_writer.py`).
+
+A row of the table is a document: its first token, its end, its id, its source and its place there. Nothing states the
+type of the ids, which follows from the size of the file and the end of the last document.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import os
+import zlib
+from collections import deque
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
+
+from attrs import frozen
+
+from forge_core.contracts.errors import JobError
+from forge_plugin_memmap.formats.kind import Candidate, TokenFormat
+from forge_plugin_memmap.formats.npy import MAGIC
+from forge_plugin_memmap.shards import Shard
+
+if TYPE_CHECKING:
+    import numpy as np
+
+TABLE = ".csv.gz"
+WIDTHS = {1: "|u1", 2: "<u2", 4: "<u4", 8: "<u8"}
+DTYPES = {"uint8": "|u1", "uint16": "<u2", "uint32": "<u4", "uint64": "<u8"}
+ROWS = 1 << 16
+"""Documents that are read at a time."""
+
+
+@frozen
+class TableEnds:
+    """Where documents end, by the rows of a table."""
+
+    path: str
+
+    def blocks(self) -> Iterator[np.ndarray]:
+        """Raises `JobError` where the table is damaged, or a document does not begin where the one before ends."""
+        import numpy as np
+
+        ends: list[int] = []
+        for end in _row_ends(self.path):
+            ends.append(end)
+            if len(ends) == ROWS:
+                yield np.array(ends)
+                ends = []
+        if ends:
+            yield np.array(ends)
+
+
+@frozen(kw_only=True)
+class Dolma(TokenFormat):
+    """`NAME.npy` of Dolma and OLMo, which has no header in spite of its name, with its `NAME.csv.gz`."""
+
+    has_header = False
+    index = (TABLE, ".npy")
+
+    dtype: Literal["uint8", "uint16", "uint32", "uint64"] | None = None
+    """Type of the ids. By default it follows from the size of the file and the last row of its table, which has to be
+    read at each start: about a second for a million documents."""
+
+    def suffixes(self) -> tuple[str, ...]:
+        """Of the ids."""
+        return (".npy",)
+
+    def recognises(self, file: Candidate) -> bool:
+        """By the table beside it, and by what it has not: the header of numpy."""
+        return file.path.endswith(".npy") and not file.head.startswith(MAGIC) and file.has(file.beside(TABLE))
+
+    def refusal(self, file: Candidate) -> str:
+        """Without a table."""
+        table = file.beside(TABLE)
+        if not file.path.endswith(".npy") or file.has(table):
+            return ""
+        return f"{os.path.basename(table)} is not beside it, which lists its documents"
+
+    def shard(self, file: Candidate) -> Shard:
+        """Raises `JobError` where the table is damaged, or of other data."""
+        table = file.beside(TABLE)
+        dtype = DTYPES[self.dtype] if self.dtype else self._dtype(file, table)
+        tokens, rest = divmod(file.size, int(dtype[-1]))
+        if rest:
+            raise JobError(f"{file.path} has {file.size} bytes, which {self.dtype} ids do not divide")
+        return Shard(file.absolute, dtype, 0, tokens, ends=TableEnds(table), stamps=file.stamps([table]))
+
+    def _dtype(self, file: Candidate, table: str) -> str:
+        # All rows are read, as a compressed file cannot be read from its end
+        last = deque(_row_ends(table), maxlen=1)
+        tokens = last[0] if last else 0
+        if not tokens:
+            raise JobError(f"{table} lists no documents")
+        width, rest = divmod(file.size, tokens)
+        if rest or width not in WIDTHS:
+            message = (
+                f"{table} ends at token {tokens}, but {file.path} has {file.size} bytes, not 1, 2, 4 or 8 for each"
+            )
+            raise JobError(f"{message}: it was cut short, or the table is of other data")
+        return WIDTHS[width]
+
+
+def _row_ends(path: str) -> Iterator[int]:
+    last = 0
+    try:
+        with gzip.open(path, "rt", encoding="utf-8", newline="") as file:
+            for row in csv.reader(file):
+                first, end = int(row[0]), int(row[1])
+                if first != last or end < first:
+                    message = f"{path}: a document of tokens {first} to {end} follows token {last}"
+                    raise JobError(f"{message}, and documents lie one after the other; it is damaged")
+                # A document without tokens is none
+                if end > last:
+                    yield end
+                last = end
+    # Damage shows in the compression, in the text, or in the rows
+    except (EOFError, gzip.BadGzipFile, zlib.error, ValueError, IndexError, csv.Error) as error:
+        raise JobError(f"{path}: is not a table of documents ({error}); it is damaged") from error
