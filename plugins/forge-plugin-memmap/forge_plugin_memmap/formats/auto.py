@@ -50,9 +50,11 @@ class Auto(TokenFormat):
         if len(claims) > 1:
             first, second, *_ = claims
             message = f"{file.path} is recognised as {first}, and as {second}"
+            # The job may state the format for all of its files only
             raise JobError(f'{message}; move what does not belong to it, or write format = {{ type = "{first}" }}')
         if not claims:
             reasons = (f"{type_}: {format.refusal(file)}" for type_, format in installed_formats().items())
+            # Only formats that the name suggests give a reason
             told = "; ".join(reason for reason in reasons if not reason.endswith(": "))
             known = told or f"no header or index of {', '.join(installed_formats())}"
             raise JobError(f"{file.path} is of no known format ({known}); {RAW_HINT}")

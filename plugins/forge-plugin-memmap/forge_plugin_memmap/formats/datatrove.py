@@ -45,6 +45,7 @@ class Datatrove(TokenFormat):
         index, loss, metadata = (file.beside(suffix, in_place=False) for suffix in (INDEX, LOSS, METADATA))
         stamps = file.stamps([index, loss, metadata])
         before, tokens = _last_ends(index, stamps[index])
+        # Only `.metadata` states the width, and it may be missing: sizes give it in any case
         width = file.size // tokens
         if file.size != width * tokens or width not in WIDTHS or before > tokens:
             message = f"{index} ends at token {tokens}, but {file.path} has {file.size} bytes, and ids have 2 or 4"
@@ -63,6 +64,7 @@ def _last_ends(path: str, stamp: Stamp) -> tuple[int, int]:
     size = stamp[0]
     if size % 8 or not size:
         raise JobError(f"{path} has {size} bytes; it must have 8 for each document")
+    # An index of a large shard has megabytes, and one of 10,000 shards is read at each start: two entries have to do
     with open(path, "rb") as file:
         file.seek(max(0, size - 16))
         before, last = struct.unpack("<QQ", file.read(16).rjust(16, b"\0"))
@@ -73,6 +75,7 @@ def _last_ends(path: str, stamp: Stamp) -> tuple[int, int]:
 
 def _check_metadata(path: str, width: int, tokens: int) -> None:
     """Compare what `.metadata` states: the only place that states the bytes of an id."""
+    # A name may have any characters; only what follows its last `|` matters
     with open(path, encoding="utf-8", errors="replace") as file:
         first, second, *_ = [*file.read(1 << 16).splitlines(), "", ""]
     stated = first.rpartition("|")[2], second

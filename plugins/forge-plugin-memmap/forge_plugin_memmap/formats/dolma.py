@@ -55,6 +55,7 @@ class TableEnds:
 class Dolma(TokenFormat):
     """`NAME.npy` of Dolma and OLMo, which has no header in spite of its name, with its `NAME.csv.gz`."""
 
+    # Raw ids are all that the file has: to read it as `raw` is not wrong, but searches for documents
     has_header = False
     index = (TABLE, ".npy")
 

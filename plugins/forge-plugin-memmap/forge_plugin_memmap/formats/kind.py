@@ -76,6 +76,7 @@ class Candidate:
     @property
     def absolute(self) -> str:
         """The absolute path, as a `Shard` has it."""
+        # Not the real path: a link may have its index beside itself
         return os.path.abspath(self.path)
 
     def beside(self, suffix: str, *, in_place: bool = True) -> str:

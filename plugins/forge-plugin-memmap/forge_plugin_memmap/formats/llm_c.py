@@ -30,8 +30,10 @@ class LlmC(TokenFormat):
         return (".bin",)
 
     def recognises(self, file: Candidate) -> bool:
-        """By the magic, and by a header that is whole."""
-        return len(file.head) >= HEADER_BYTES and HEAD.unpack_from(file.head)[0] in VARIANTS
+        """By the magic, and the zeros that the rest of the header consists of."""
+        head = file.head[:HEADER_BYTES]
+        # Four bytes alone may be the first two ids of a raw file: 55432 and 308
+        return len(head) == HEADER_BYTES and HEAD.unpack_from(head)[0] in VARIANTS and not any(head[HEAD.size :])
 
     def shard(self, file: Candidate) -> Shard:
         """Raises `JobError` for another version, or where the size does not match the header."""

@@ -53,6 +53,7 @@ class MegatronEnds:
             before = int(ends[-1])
             while len(rest) and rest[0] <= number + len(ends):
                 count = int(np.searchsorted(rest > number + len(ends), True))
+                # A document ends where the sequence before its successor does: hence no `- 1` with `known`
                 places = rest[:count] - number
                 if places.min() < 0 or (places[1:] < places[:-1]).any():
                     raise JobError(f"{self.path}: documents do not ascend; it is damaged")
@@ -125,6 +126,7 @@ class Megatron(TokenFormat):
         _, version, code, sequences, entries = HEAD.unpack(head)
         if version != 1:
             raise JobError(f"{path}: version {version} of Megatron's index; version 1 can be read")
+        # Floating-point types have codes too, for other uses of the format
         dtype = DTYPES.get(code, f"unknown (code {code})")
         if dtype[-2] not in "iu":
             raise JobError(f"{path}: the type of ids is {dtype}, and ids are integers")
@@ -136,6 +138,7 @@ class Megatron(TokenFormat):
         if stamps[path][0] != expected or entries < 2:
             message = f"{path} has {stamps[path][0]} bytes, and its head implies {expected}"
             raise JobError(f"{message} ({sequences} sequences, {entries - 1} documents): it is damaged")
+        # Compared by the last sequence alone; that all lie in a row is checked where ends are read
         width = int(dtype[-1])
         tokens, rest = divmod(file.size, width)
         ends = MegatronEnds(path, sequences, entries - 1, width)

@@ -50,6 +50,7 @@ def _header(file: Candidate) -> tuple[tuple[int, ...], Any, int]:
 
     # Version 3 is for names of fields in UTF-8, which an array of integers has not.
     readers = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
+    # The header of an array in one dimension has 128 bytes
     stream = io.BytesIO(file.head)
     try:
         shape, _, dtype = readers[npy.read_magic(stream)](stream)
