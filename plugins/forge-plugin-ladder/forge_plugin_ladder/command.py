@@ -351,7 +351,7 @@ def report_ladder(options: argparse.Namespace) -> int:
 
 def critical_batch(options: argparse.Namespace) -> int:
     """Measure the critical batch size at a checkpoint, by branches with larger batches over the same samples."""
-    from forge_plugin_ladder.critical_batch import critical, measure, plan, text_of
+    from forge_plugin_ladder.critical_batch import critical, measure, noise_scale, plan, text_of
 
     out = free_folder(options.out, "--out", [RECORD, FOLDER_MARK])
     found = plan(options.run, options.step, options.factors, options.tokens, options.rate_power)
@@ -363,7 +363,7 @@ def critical_batch(options: argparse.Namespace) -> int:
     if options.json:
         last = critical(branches, options.tolerance)
         facts = {"step": found.step, "critical_batch": last.batch, "is_bound": last is branches[-1]}
-        print_json({**facts, "branches": [asdict(branch) for branch in branches]})
+        print_json({**facts, "noise_scale": noise_scale(found), "branches": [asdict(branch) for branch in branches]})
     else:
         print(text_of(found, branches, options.tolerance))
     return ExitCode.FINISHED

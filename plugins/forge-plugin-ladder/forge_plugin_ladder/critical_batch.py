@@ -8,6 +8,7 @@ from pathlib import Path
 
 from attrs import evolve, frozen
 
+from forge_core import read_metrics
 from forge_core.checkpoint.run_folder import JOB, storage_of
 from forge_core.checkpoint.storage import read_manifest
 from forge_core.config.load import load_job
@@ -17,6 +18,9 @@ from forge_plugin_ladder.runs import RUNS
 from forge_plugin_runs.compare.comparison import Comparison
 from forge_plugin_runs.compare.grid import Cell, Trial, trial_of
 from forge_plugin_runs.compare.results import Outcome
+
+NOISE_SCALE = "stats/noise_scale"
+"""Metric of the plugin `noise_scale`, in tokens: the critical batch by the theory of McCandlish et al. 2018."""
 
 
 @frozen(kw_only=True)
@@ -164,6 +168,14 @@ def critical(branches: Sequence[Branch], tolerance: float) -> Branch:
     return last
 
 
+def noise_scale(found: Plan) -> float | None:
+    """Returns what the run has logged last, up to the checkpoint; None if it has no plugin `noise_scale`."""
+    steps, values = read_metrics(found.run).column(NOISE_SCALE)
+    known = [float(value) for step, value in zip(steps, values, strict=True) if step <= found.step]
+    # It is NaN where noise hides the gradient
+    return known[-1] if known and math.isfinite(known[-1]) else None
+
+
 def text_of(found: Plan, branches: Sequence[Branch], tolerance: float) -> str:
     """Returns a table, and the critical batch size in words."""
     train, last = found.job.train, critical(branches, tolerance)
@@ -180,4 +192,6 @@ def text_of(found: Plan, branches: Sequence[Branch], tolerance: float) -> str:
         says = f"critical batch at step {found.step:,}: at least {amount}, the largest that was tried"
     else:
         says = f"critical batch at step {found.step:,}: {amount}, within {tolerance:g} nats of the run's own loss"
-    return "\n".join([*rows, "", says])
+    noise = noise_scale(found)
+    beside = [] if noise is None else [f"gradient noise scale that the run logged: {noise:,.0f} tokens"]
+    return "\n".join([*rows, "", says, *beside])

@@ -17,7 +17,7 @@ from forge_core.config.load import load_job
 from forge_core.config.structure import structure
 from forge_core.config.tree import read_job
 from forge_core.contracts.components import FilePath, default_type
-from forge_core.contracts.errors import JobError, Problem
+from forge_core.contracts.errors import JobError, Problem, listed
 from forge_core.plugins.catalog import Catalog, install_line
 from forge_plugin_ladder.law import Law
 from forge_plugin_ladder.planned import STEPS, Planned, overrides
@@ -44,6 +44,15 @@ class Budgets:
     """FLOPs of a run, by the model's own count; runs of one budget are an IsoFLOP curve."""
     tokens: tuple[float, ...] = field(default=(), validator=deep_iterable(gt(0)))
     """Tokens, the same for every size."""
+    least_ratio: float = field(default=0.0, validator=ge(0))
+    """Tokens for each parameter below which a size has no run of a budget: the first steps of a large model are far
+    from what any law is of, and say little about its size."""
+    largest_ratio: float = field(default=0.0, validator=ge(0))
+    """Tokens for each parameter beyond which it has none, such as runs that would repeat data; 0: no limit."""
+
+    def has(self, ratio: float) -> bool:
+        """Returns whether a run of so many tokens for each parameter is made."""
+        return self.least_ratio <= ratio and (not self.largest_ratio or ratio <= self.largest_ratio)
 
 
 @frozen(kw_only=True)
@@ -131,6 +140,11 @@ def plan_runs(ladder: Ladder, base: Path, catalog: Catalog) -> list[Planned]:
         for label, tokens in size.budgets(ladder.budgets):
             for factors in _grid(ladder.tune):
                 runs += [size.run(label, tokens, seed, ladder.rules, factors) for seed in ladder.seeds or (None,)]
+    if left := [name for name in ladder.sizes if all(run.size != name for run in runs)]:
+        raise JobError(
+            f"budgets: {listed(left)} has none within least_ratio and largest_ratio, in tokens for each parameter; "
+            "leave the size out, or add budgets"
+        )
     _demand_names(runs)
     _demand_values(runs)
     runs = with_trunks(runs, _jobs(runs, base, catalog), ladder.trunk, catalog)
@@ -203,7 +217,12 @@ class _Size:
     """Of a token."""
 
     def budgets(self, budgets: Budgets) -> Iterator[tuple[str, float]]:
-        """Label and tokens of each budget."""
+        """Label and tokens of each budget that this size has."""
+        for label, tokens in self._all(budgets):
+            if budgets.has(tokens / self.parameters):
+                yield label, tokens
+
+    def _all(self, budgets: Budgets) -> Iterator[tuple[str, float]]:
         # Labels are parts of the runs' names, and of their folders', in which a plus would become a minus
         for ratio in budgets.tokens_per_parameter:
             yield f"{ratio:g}x", ratio * self.parameters

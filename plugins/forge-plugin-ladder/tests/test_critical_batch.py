@@ -29,12 +29,18 @@ type = "forge_testing:TinyModel"
 type = "forge_testing:TinyAdamW"
 [[data.sources]]
 type = "forge_testing:Numbers"
+[plugins.noise_scale]
+interval = 4
+smoothing = 0.0
 """
 
 
+def lines_of(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
 def losses(folder: Path) -> list[tuple[int, float]]:
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [(line["tokens"], line["loss"]) for line in lines if "loss" in line]
+    return [(line["tokens"], line["loss"]) for line in lines_of(folder) if "loss" in line]
 
 
 @pytest.fixture(scope="module")
@@ -64,12 +70,16 @@ def test_branches_train_on_the_same_samples_and_the_first_is_the_run(trunk: Path
     assert rates[0]["lr"] == pytest.approx(1e-2 * math.sqrt(2))
     # The same command reads what is there
     assert main(["ladder", "critical-batch", *options]) == 0
-    shown = capsys.readouterr().out.splitlines()[-1]
+    *_, shown, beside = capsys.readouterr().out.splitlines()
     is_within = two["loss"] <= one["loss"] + 0.01
     assert (facts["critical_batch"], facts["is_bound"]) == ((4, True) if is_within else (2, False))
     least = "at least 4 sequences (32 tokens), the largest that was tried"
     below = "2 sequences (16 tokens), within 0.01 nats of the run's own loss"
     assert shown == f"critical batch at step 8: {least if is_within else below}"
+    # What the run itself has logged up to the checkpoint, and not later
+    noise = next(line for line in lines_of(trunk) if line["step"] == 8)["stats/noise_scale"]
+    assert facts["noise_scale"] == noise
+    assert beside == f"gradient noise scale that the run logged: {noise:,.0f} tokens"
 
 
 def branch(factor: int, loss: float) -> Branch:

@@ -92,6 +92,13 @@ def test_a_plan_has_every_run_with_its_size_and_budget(here, capsys):
     assert "8 runs" in capsys.readouterr().out
 
 
+def test_a_size_has_no_run_of_a_budget_that_is_too_small_or_large_for_it(here, capsys):
+    ratios = sorted(run["tokens"] / run["parameters"] for run in planned(capsys)[::2])
+    between = f"least_ratio = {1.01 * ratios[0]}\nlargest_ratio = {0.99 * ratios[-1]}\nflops"
+    (here / "ladder.toml").write_text(LADDER.replace("flops", between))
+    assert sorted(run["tokens"] / run["parameters"] for run in planned(capsys)[::2]) == ratios[1:-1]
+
+
 def test_batches_that_grow_are_counted_by_their_schedule(here, capsys):
     # Ten steps of one sequence of eight tokens, and then two sequences each
     grown = "[train.batch_schedule]\ntype = 'piecewise'\nbatch_sizes = [1, 2]\nstart_tokens = [80]\n[model]"
@@ -104,6 +111,7 @@ def test_batches_that_grow_are_counted_by_their_schedule(here, capsys):
     ("before", "after", "message"),
     [
         ("[budgets]\ntokens_per_parameter = [0.1]\nflops = [1e8]", "[budgets]", "there is no budget"),
+        ("flops = [1e8]", "flops = [1e8]\nleast_ratio = 1e9", "small, large has none within least_ratio"),
         ('[rules."optimizer.lr"]', '[rules."train.steps"]', "the ladder sets this key itself"),
         ('"sqrt_batch"', '"sqrt_bach"', "sqrt_batch"),
         ("at_reference = 1e-3", "at_reference = -1", "at_reference"),

@@ -1,4 +1,7 @@
-"""The coordinate check: sizes of activations and logits, and of their change in training, by width and depth."""
+"""The coordinate check: sizes of activations and logits, and of their change in training, by width and depth.
+
+Beside them, updates relative to weights by role, as the hook `training_stats` logs them in the last step.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -14,14 +18,15 @@ import torch
 from attrs import define, frozen
 from torch import Tensor
 
-from forge_core import Catalog, Job, JobError, Trainer, TrainingHook
+from forge_core import Catalog, Job, JobError, Trainer, TrainingHook, read_metrics
 from forge_core.contracts.contexts import StepContext
 from forge_core.contracts.model import Model
 from forge_plugin_mup.mup import LAYERS, MuP, with_keys
+from forge_plugin_taps.stats.training_stats import RATIO, WHOLE, TrainingStats
 
 QUANTITIES = ("middle layer", "last layer", "last norm", "logits")
 """Activations that are measured, in the order of the forward pass."""
-START, CHANGE = "at the start", "change"
+START, CHANGE, UPDATE = "at the start", "change", "update / weight"
 
 
 @frozen
@@ -34,7 +39,8 @@ class Trend:
     """Of the base, ascending."""
     quantity: str
     what: str
-    """`START`: of the initial model. `CHANGE`: of the difference after the last step."""
+    """`START`: of the initial model. `CHANGE`: of the difference after the last step. `UPDATE`: of the last update,
+    relative to the weights, of the parameters whose role is `quantity`; norms, with the mean over layers."""
     values: Sequence[float]
     """By factor."""
     exponent: float
@@ -42,8 +48,11 @@ class Trend:
 
     def fault(self, bound: float) -> str:
         """Returns `grows` or `vanishes` if the exponent is beyond the bound, else an empty string."""
-        if not math.isfinite(self.exponent) or self.exponent > bound:
+        # An update has a low rank, and is a smaller part of a wide matrix: no exponent is wanted
+        if not math.isfinite(self.exponent) or (self.exponent > bound and self.what != UPDATE):
             return "grows"
+        if self.what == UPDATE:
+            return ""
         # Initial logits may vanish: those of a wide model are a sum that nothing has aligned yet
         free = self.quantity == "logits" and self.what == START
         return "vanishes" if self.exponent < -bound and not free else ""
@@ -61,6 +70,7 @@ class Coordinates(TrainingHook):
         self.before: Mapping[str, Tensor] = {}
         self.start: dict[str, float] = {}
         self.change: dict[str, float] = {}
+        self.updates: dict[str, float] = {}
 
     def on_step_begin(self, context: StepContext) -> None:
         """Measures the initial model."""
@@ -161,8 +171,19 @@ def measure(job: Job, catalog: Catalog, keys: Mapping[str, Any], steps: int, plu
         )
         # A job without loggers has its default ones, of which the console prints every step
         with redirect_stdout(StringIO()):
-            Trainer(changed, hooks=[hook], catalog=catalog, echo=lambda _: None).run()
+            stats = TrainingStats(interval=steps, logits=False)
+            Trainer(changed, hooks=[hook, stats], catalog=catalog, echo=lambda _: None).run()
+        hook.updates = update_ratios(Path(folder) / changed.job.name)
     return hook
+
+
+def update_ratios(run: Path) -> dict[str, float]:
+    """Returns the last update over the weights by role, as the mean over layers, which `training_stats` has logged."""
+    last, found = read_metrics(run)[-1], dict[str, list[float]]()
+    for name, value in last.items():
+        if name.startswith(f"{RATIO}/") and not name.endswith(f"/{WHOLE}"):
+            found.setdefault(name.rpartition("/")[2], []).append(float(value))
+    return {role: sum(ratios) / len(ratios) for role, ratios in found.items()}
 
 
 def trends(axis: str, factors: Sequence[int], measured: Sequence[Coordinates]) -> list[Trend]:
@@ -171,6 +192,9 @@ def trends(axis: str, factors: Sequence[int], measured: Sequence[Coordinates]) -
     for name in QUANTITIES:
         of_both = {START: [each.start[name] for each in measured], CHANGE: [each.change[name] for each in measured]}
         found += [Trend(axis, factors, name, what, tuple(own), exponent(factors, own)) for what, own in of_both.items()]
+    for role in measured[0].updates:
+        ratios = tuple(each.updates[role] for each in measured)
+        found.append(Trend(axis, factors, role, UPDATE, ratios, exponent(factors, ratios)))
     return found
 
 

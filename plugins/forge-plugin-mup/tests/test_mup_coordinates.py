@@ -11,7 +11,7 @@ import pytest
 
 from forge_core.cli import main
 from forge_plugin_mup import MuP
-from forge_plugin_mup.coordinates import CHANGE, START, Trend, exponent, sizes_of
+from forge_plugin_mup.coordinates import CHANGE, START, UPDATE, Trend, exponent, sizes_of
 
 JOB = """
 [train]
@@ -69,7 +69,12 @@ def test_activations_and_logits_are_flat_with_the_plugin(check: Any, optimizer: 
     rate = {"adamw": 1e-2, "muon": 2e-2}[optimizer]
     code, trends = check(JOB + PLUGIN, *OPTIONS, f"--optimizer.type={optimizer}", f"--optimizer.lr={rate}")
     assert code == 0
-    assert all(abs(row["exponent"]) < 0.25 for key, row in trends.items() if key[1:] != ("logits", START))
+    sizes = {key: row["exponent"] for key, row in trends.items() if key[1:] != ("logits", START) and key[2] != UPDATE}
+    assert all(abs(exponent) < 0.25 for exponent in sizes.values())
+    # Rates are 1 / m, and elements 1 / sqrt(m) at the start: -1/2, and less as soon as weights are made of updates
+    if optimizer == "adamw":
+        assert -0.55 < trends["width", "matrix", UPDATE]["exponent"] < -0.2
+        assert trends["width", "norm", UPDATE]["exponent"] == pytest.approx(0, abs=0.1)
     assert trends["width", "logits", START]["exponent"] == pytest.approx(-0.5, abs=0.15)
     assert Path("coordinates.png").stat().st_size > 10_000
 
@@ -109,6 +114,8 @@ def test_exponents_and_faults_follow_from_values() -> None:
     assert trend("logits", START, 1, 2).fault(0.25) == "grows"
     assert trend("last norm", CHANGE, 1, float("nan")).fault(0.25) == "grows"
     assert trend("last norm", CHANGE, 1, 1.1).fault(0.25) == ""
+    assert trend("matrix", UPDATE, 1, 3).fault(0.25) == trend("matrix", UPDATE, 1, 0.3).fault(0.25) == ""
+    assert trend("matrix", UPDATE, 1, float("inf")).fault(0.25) == "grows"
 
 
 def test_whole_numbers_of_the_base_grow_and_all_else_stays() -> None:
