@@ -15,6 +15,7 @@ from forge_kit.tools.json_output import add_json, print_json
 from forge_kit.tools.outputs import free_folder
 from forge_plugin_memmap.manifest import INPUTS, MANIFEST, PARTS, TRAIN, UNFINISHED
 from forge_plugin_memmap.prepare.part_range import Part
+from forge_plugin_memmap.prepare.shard_formats import FORMATS
 
 if TYPE_CHECKING:
     from forge_plugin_memmap.prepare.run import Settings
@@ -98,6 +99,7 @@ def read_settings(options: argparse.Namespace, keys: Sequence[str]) -> Settings:
         held_out_every=options.held_out_every,
         strict=options.errors == "strict",
         workers=options.workers or _cores(),
+        format=options.format,
         part=options.part,
         join=options.join,
     )
@@ -130,6 +132,8 @@ def _parser() -> argparse.ArgumentParser:
         "starting with the first; 0: none (0)")  # fmt: skip
     add("--errors", choices=("strict", "skip"), default="strict", help="input that is not UTF-8, not JSON or has no "
         "text: strict stops, skip leaves it out and counts it (strict)")  # fmt: skip
+    add("--format", choices=tuple(FORMATS), default="forge", help="what the shards are read by: forge, for the dataset "
+        "memmap; datatrove (.ds) or megatron (.bin, .idx), for their own readers (forge)")  # fmt: skip
     add("--workers", type=count, default=0, metavar="N", help="processes that encode; 0: one a core (0)")
     parts = parser.add_mutually_exclusive_group()
     parts.add_argument("--part", type=Part.parse, metavar="K/N", help="do part K of N of the inputs alone, in any "

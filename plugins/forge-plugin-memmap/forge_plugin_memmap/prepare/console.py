@@ -8,11 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from forge_kit.tools.tables import columns
 from forge_plugin_memmap.manifest import SPLITS, TRAIN
+from forge_plugin_memmap.prepare.encoding import id_dtype
 from forge_plugin_memmap.prepare.folder import State
 
 LINES = 10
@@ -104,7 +106,7 @@ def describe(folder: Path, manifest: Mapping[str, Any], speed: str) -> str:
     rows = [[split, *_figures(manifest["splits"][split])] for split in SPLITS if manifest["splits"][split]["files"]]
     head = ["split", "documents", "tokens", "bytes of text", "shards"]
     written = sum(manifest["splits"][split]["documents"] for split in SPLITS)
-    parts = [columns([head, *rows]), speed, _dropped(manifest["dropped"], written), _usage(folder)]
+    parts = [columns([head, *rows]), speed, _dropped(manifest["dropped"], written), _usage(folder, manifest)]
     return "\n\n".join(filter(None, parts))
 
 
@@ -133,8 +135,16 @@ def _reasons(dropped: Mapping[str, Any]) -> Iterator[str]:
         yield f"  {reason}: {entry['count']:,}, at {', '.join(entry['examples'])}{more}"
 
 
-def _usage(folder: Path) -> str:
-    """Returns how a job uses the folder."""
+def _usage(folder: Path, manifest: Mapping[str, Any]) -> str:
+    """Returns how a job, or the library that the shards are for, uses the folder."""
+    format = manifest["arguments"].get("format", "forge")
+    if format == "datatrove":
+        width = np.dtype(id_dtype(manifest["tokenizer"]["vocab_size"])).itemsize
+        call = f'DatatroveFolderDataset("{folder}", seq_len, filename_pattern="train-*.ds", token_size={width})'
+        return f"{folder} is finished; for datatrove:\n\n{call}"
+    if format == "megatron":
+        prefixes = (str(folder / Path(name).stem) for name in manifest["splits"][TRAIN]["files"])
+        return f"{folder} is finished; for Megatron:\n\n--data-path {' '.join(prefixes)}"
     tokenizer = f'[data.tokenizer]\ntype = "prepared"\npath = "{folder}"'
     source = f'[[data.sources]]\ntype = "memmap"\npath = "{folder}"'
     return f"{folder} is finished; in a job file:\n\n{tokenizer}\n\n{source}"

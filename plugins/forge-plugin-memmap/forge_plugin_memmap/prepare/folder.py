@@ -198,8 +198,9 @@ def _comparable(before: Arguments, now: Arguments) -> Arguments:
     """Returns earlier arguments as they would be written now.
 
     Strict `errors` are the present ones: unfailed, strict has skipped nothing. Keys that the tokenizer's component has
-    got since have their defaults.
+    got since have their defaults, and so has the format.
     """
+    before = {**before, "format": before.get("format", "forge")}
     if before["tokenizer"].keys() < now["tokenizer"].keys():
         catalog = Catalog.installed()
         component = parse_component(before["tokenizer"], MANIFEST, TokenizerComponent, catalog)

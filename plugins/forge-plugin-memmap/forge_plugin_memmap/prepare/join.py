@@ -40,6 +40,7 @@ from forge_plugin_memmap.prepare.inputs import Chunk, Input, InputPosition
 from forge_plugin_memmap.prepare.part_range import Part
 from forge_plugin_memmap.prepare.parts import no_documents, part_arguments, part_folder
 from forge_plugin_memmap.prepare.run import Settings, demand_documents, make_tokenizer, open_writers, write
+from forge_plugin_memmap.prepare.shard_formats import FORMATS
 from forge_plugin_memmap.prepare.text_files import counted_from
 from forge_plugin_memmap.prepare.writing import TEXT_BYTES
 
@@ -107,7 +108,7 @@ def join(settings: Settings, console: Console) -> tuple[Mapping[str, Any], str]:
         began, speed = time.monotonic(), Speed(state.tokens)
         _demand_tokenizer(parts, state)
         with ExitStack() as stack:
-            writers = open_writers(output, settings, state, tokenizer, stack)
+            writers = open_writers(output, settings, state, tokenizer, stack, FORMATS[settings.format])
             total = sum(_bytes_of(part) for part in parts)
             meter = stack.enter_context(open_meter(console, total, state))
             chunks = _read(parts, settings.inputs, state.place, np.dtype(id_dtype(tokenizer.vocab_size)))

@@ -34,6 +34,7 @@ from forge_plugin_memmap.prepare.folder import (
 from forge_plugin_memmap.prepare.inputs import read_chunks
 from forge_plugin_memmap.prepare.part_range import Part
 from forge_plugin_memmap.prepare.run import Settings, make_tokenizer, open_writers, write
+from forge_plugin_memmap.prepare.shard_formats import FORMATS
 from forge_plugin_memmap.prepare.writing import TEXT_BYTES, Written
 
 
@@ -72,7 +73,7 @@ def prepare_part(settings: Settings, part: Part, console: Console) -> tuple[Mapp
         tokenizer = make_tokenizer(folder, settings, state, console, no_documents)
         began, speed = time.monotonic(), Speed(state.tokens)
         with ExitStack() as stack:
-            writers = open_writers(folder, settings, state, tokenizer, stack, more=[TEXT_BYTES])
+            writers = open_writers(folder, settings, state, tokenizer, stack, FORMATS["forge"], [TEXT_BYTES])
             meter = stack.enter_context(open_meter(console, end.passed - begin.passed, state, begin.passed))
             pool = stack.enter_context(open_pool(settings.workers, folder / TOKENIZER, settings.strict))
             chunks = read_chunks(settings.inputs, settings.field, state.place, end)

@@ -32,6 +32,7 @@ from forge_plugin_memmap.prepare.folder import (
 )
 from forge_plugin_memmap.prepare.inputs import Chunk, Input, InputPosition, end_of, read_chunks
 from forge_plugin_memmap.prepare.part_range import Part
+from forge_plugin_memmap.prepare.shard_formats import FORMATS, ShardFormat
 from forge_plugin_memmap.prepare.tokenizer import keep_tokenizer
 from forge_plugin_memmap.prepare.writing import SplitWriter
 from forge_plugin_memmap.tokenizer_folder import KeptTokenizer, load_kept
@@ -52,6 +53,8 @@ class Settings:
     held_out_every: int
     strict: bool
     workers: int
+    format: str = "forge"
+    """One of `FORMATS`."""
     part: Part | None = None
     """Do this part of the work alone."""
     join: bool = False
@@ -74,6 +77,7 @@ class Settings:
             "shard_tokens": self.shard_tokens,
             "held_out_every": self.held_out_every,
             "errors": "strict" if self.strict else "skip",
+            "format": self.format,
         }
 
 
@@ -164,18 +168,25 @@ def _encode(settings: Settings, state: State, tokenizer: KeptTokenizer, console:
     """Encode from the state's position to the end of the inputs."""
     chunks = read_chunks(settings.inputs, settings.field, state.place)
     with ExitStack() as stack:
-        writers = open_writers(settings.output, settings, state, tokenizer, stack)
+        writers = open_writers(settings.output, settings, state, tokenizer, stack, FORMATS[settings.format])
         meter = stack.enter_context(open_meter(console, end_of(settings.inputs).passed, state))
         pool = stack.enter_context(open_pool(settings.workers, settings.output / TOKENIZER, settings.strict))
         write(pool.encode(chunks), writers, settings.output, state, meter, settings.held_out_every)
 
 
 def open_writers(
-    output: Path, settings: Settings, state: State, tokenizer: KeptTokenizer, stack: ExitStack, more: Sequence[str] = ()
+    output: Path,
+    settings: Settings,
+    state: State,
+    tokenizer: KeptTokenizer,
+    stack: ExitStack,
+    format: ShardFormat,
+    more: Sequence[str] = (),
 ) -> dict[str, SplitWriter]:
-    """Returns a writer for each split of the state, which the `stack` closes; `more` as in `SplitWriter`."""
+    """Returns a writer for each split of the state, which the `stack` closes; `format` and `more` as `SplitWriter`."""
     sizes = tokenizer.vocab_size, tokenizer.end_of_text, settings.shard_tokens
-    writers = {split: SplitWriter(output, split, *sizes, written, more) for split, written in state.splits.items()}
+    splits = state.splits.items()
+    writers = {split: SplitWriter(output, split, *sizes, written, format, more) for split, written in splits}
     for writer in writers.values():
         stack.callback(writer.close)
     return writers

@@ -14,8 +14,9 @@ from forge_core.checkpoint.storage import sync
 from forge_core.contracts.errors import ForgeError
 from forge_kit.data.block_sums import BLOCK, sums_of, write_sums
 from forge_kit.data.cache import file_digest
-from forge_kit.data.token_file import ENDS, HEADER, TOKENS, Header
+from forge_kit.data.token_file import Header
 from forge_plugin_memmap.prepare.encoding import Block, id_dtype
+from forge_plugin_memmap.prepare.shard_formats import FORMATS, ShardFormat
 
 
 @define
@@ -81,6 +82,7 @@ class SplitWriter:
         end_of_text: int,
         shard_tokens: int,
         written: Written,
+        format: ShardFormat = FORMATS["forge"],
         more: Sequence[str] = (),
     ) -> None:
         """Continues after the data that an earlier process has `written` to this folder, and removes later data.
@@ -92,6 +94,7 @@ class SplitWriter:
             end_of_text: id that ends a document.
             shard_tokens: tokens after which a shard ends.
             written: the state to continue from.
+            format: of the files.
             more: `TEXT_BYTES`, for files of it.
 
         Raises:
@@ -101,14 +104,15 @@ class SplitWriter:
         self._folder, self._split, self._shard_tokens = folder, split, shard_tokens
         self._vocab_size, self._end_of_text = vocab_size, end_of_text
         self._dtype = np.dtype(id_dtype(vocab_size))
-        self._suffixes = (TOKENS, ENDS, *more)
+        self._format, self._suffixes = format, (format.ids, format.ends, *more)
         self._files: dict[str, BinaryIO] = {}
         """The files of the shard that is being written, by suffix."""
         # A process that was killed may have begun shards of which no state was saved
         self._remove_later()
         if written.open.tokens:
             sizes = dict.fromkeys(self._suffixes, written.open.documents * 8)
-            sizes[TOKENS] = HEADER.size + written.open.tokens * self._dtype.itemsize
+            sizes[format.ids] = format.offset + written.open.tokens * self._dtype.itemsize
+            format.reopen(str(self._path("")))
             self._files = {suffix: _continued(self._path(suffix), size) for suffix, size in sizes.items()}
 
     def add(self, block: Block) -> None:
@@ -145,28 +149,33 @@ class SplitWriter:
         if not self._files:
             self._files = {suffix: self._path(suffix).open("wb") for suffix in self._suffixes}
             # Room for the header; until then it is zeros, which no reader takes for one
-            self._files[TOKENS].write(bytes(HEADER.size))
+            self._files[self._format.ids].write(bytes(self._format.offset))
         # Before the counts are updated, as ends and bytes are counted from the start of the shard
         before = self.written.open
-        self._files[TOKENS].write(block.ids.tobytes())
-        self._files[ENDS].write((block.ends + before.tokens).astype("<i8").tobytes())
+        self._files[self._format.ids].write(block.ids.tobytes())
+        self._files[self._format.ends].write((block.ends + before.tokens).astype("<i8").tobytes())
         if TEXT_BYTES in self._files:
             self._files[TEXT_BYTES].write((np.cumsum(block.sizes[:-1]) + before.bytes).astype("<i8").tobytes())
         before.add(Counts.of(block))
 
     def _finish_shard(self) -> None:
-        counts, paths = self.written.open, [self._path(suffix) for suffix in self._suffixes]
+        counts = self.written.open
         sizes = counts.tokens, counts.documents, counts.bytes, self._vocab_size, self._end_of_text
+        header = Header(self._dtype.itemsize, *sizes)
         # Last, so that a shard that is being written cannot be taken for a whole one.
-        self._files[TOKENS].seek(0)
-        self._files[TOKENS].write(Header(self._dtype.itemsize, *sizes).pack())
+        self._files[self._format.ids].seek(0)
+        self._files[self._format.ids].write(self._format.head(header))
         self.sync()
         self.close()
         self._files = {}
+        more = [self._path(suffix) for suffix in self._suffixes[2:]]
+        paths = [*self._format.complete(str(self._path("")), header), *more]
         for path in paths:
-            # On the disk before a state lists them
-            sync(write_sums(path))
-            facts = {"size": path.stat().st_size, "sha256": file_digest(path), "sums_of": BLOCK}
+            facts: dict[str, Any] = {"size": path.stat().st_size, "sha256": file_digest(path)}
+            if self._format.is_summed:
+                # On the disk before a state lists them
+                sync(write_sums(path))
+                facts["sums_of"] = BLOCK
             self.written.files[path.name] = facts
         self.written.shards.append(paths[0].name)
         self.written.total.add(counts)
@@ -179,8 +188,9 @@ class SplitWriter:
 
     def _remove_later(self) -> None:
         number = len(self.written.shards) + bool(self.written.open.tokens)
-        while any(self._path(suffix, number).exists() for suffix in self._suffixes):
-            for suffix in self._suffixes:
+        suffixes = [*self._suffixes, *filter(None, [self._format.index])]
+        while any(self._path(suffix, number).exists() for suffix in suffixes):
+            for suffix in suffixes:
                 self._path(suffix, number).unlink(missing_ok=True)
                 sums_of(self._path(suffix, number)).unlink(missing_ok=True)
             number += 1
