@@ -61,7 +61,7 @@ def test_the_bytes_are_those_of_the_librarys_own_writer(prepare: Prepare, format
 
 @pytest.mark.parametrize("format", RECORDED)
 def test_four_bytes_shards_held_out_documents_and_parts(
-    prepare: Prepare, here: Path, monkeypatch: pytest.MonkeyPatch, format: str
+    prepare: Prepare, here: Path, open_documents: Callable[..., Any], format: str
 ) -> None:
     """The ids are those of Forge's own format, whatever it is that is written."""
     source = (here / "letters.py").read_text()
@@ -71,9 +71,9 @@ def test_four_bytes_shards_held_out_documents_and_parts(
     prepare(*common, "--out=own")
     prepare(*common, "--out=data", f"--format={format}")
     for path in sorted(Path("own").glob("*.bin")):
-        own, stem = path.read_bytes()[64:], str(Path("data", path.stem))
+        ids, stem = path.read_bytes()[64:], str(Path("data", path.stem))
         ends = np.fromfile(path.with_suffix(".ends"), "<i8")
-        assert Path(stem + (".ds" if format == "datatrove" else ".bin")).read_bytes() == own
+        assert Path(stem + (".ds" if format == "datatrove" else ".bin")).read_bytes() == ids
         if format == "datatrove":
             assert np.fromfile(stem + ".ds.index", "<u8").tolist() == ends.tolist()
         else:
@@ -83,6 +83,11 @@ def test_four_bytes_shards_held_out_documents_and_parts(
             assert np.cumsum(lengths).tolist() == ends.tolist()
             starts = np.frombuffer(data, "<i8", len(ends), 34 + 4 * len(ends))
             assert starts.tolist() == [0, *(4 * ends[:-1])]
+    # Forge itself reads them too, with what is held out
+    own, read = open_documents(path="own"), open_documents(path="data", end_of_text=0)
+    for same, other in ((own, read), (own.held_out, read.held_out)):
+        assert other.tokens(0, len(same) + 1).tolist() == same.tokens(0, len(same)).tolist()
+        assert other.ends().tolist() == same.ends().tolist()
     for number in (2, 1):
         prepare(*common, "--out=joined", f"--format={format}", f"--part={number}/2")
     prepare(*common, "--out=joined", f"--format={format}", "--join")
@@ -116,9 +121,7 @@ def test_a_command_that_is_killed_at_the_end_of_a_shard_continues(
     assert content("data") == content("whole")
 
 
-def test_a_folder_of_another_format_is_not_continued_nor_read_as_tokens_of_forge(
-    prepare: Prepare, forge_run: Callable[..., Any], problems: Callable[..., Any]
-) -> None:
+def test_a_folder_of_another_format_is_not_continued(prepare: Prepare, forge_run: Callable[..., Any]) -> None:
     prepare("a.jsonl", "--out=data")
     manifest = json.loads(Path("data/manifest.json").read_text())
     # As from before there were formats
