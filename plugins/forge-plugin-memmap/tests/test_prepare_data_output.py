@@ -179,10 +179,10 @@ def test_the_folder_is_the_same_to_the_byte_whatever_the_number_of_workers(
     Path("b.txt").write_text("a long text\n" * 40)
     write_parquet("c.parquet", WORDS, row_group_size=3)
     common = ("a.jsonl", "b.txt", "c.parquet", "--held-out-every=7", "--shard-tokens=300", "--errors=skip")
-    for workers in (1, 2, 3):
+    for workers in (1, 3):
         prepare(*common, f"--out=data{workers}", f"--workers={workers}")
     assert len(list(Path("data1").glob("train-*.bin"))) > 5
-    assert content("data1") == content("data2") == content("data3")
+    assert content("data1") == content("data3")
 
 
 # --- shards ------------------------------------------------------------------------------------------------------

@@ -98,12 +98,12 @@ def test_parts_in_any_order_two_of_them_killed_are_joined_to_the_bytes_of_one_co
         shutil.rmtree("data")
 
 
-def test_neither_workers_nor_parts_without_a_document_change_anything(prepare: Prepare) -> None:
+def test_parts_without_a_document_change_nothing(prepare: Prepare) -> None:
     """Some of the parts have no document."""
     names = ("a.jsonl", "d.parquet", "e.txt")
     prepare(*names, *COMMON, "--out=whole")
     for number in range(1, 10):
-        prepare(*names, *COMMON, "--out=data", f"--part={number}/9", f"--workers={2 if number == 3 else 1}")
+        prepare(*names, *COMMON, "--out=data", f"--part={number}/9")
     prepare(*names, *COMMON, "--out=data", "--join", "--workers=2")
     assert content() == content("whole")
 
