@@ -141,7 +141,8 @@ class _Search:
             try:
                 shard = read_shard(path, self.keys.format, self.surroundings)
                 prepared = self.folders[os.path.dirname(path)]
-                shards.append(evolve(shard, summed=bool(prepared and prepared.is_summed(os.path.basename(path)))))
+                is_summed = prepared is not None and prepared.is_summed(os.path.basename(path))
+                shards.append(evolve(shard, summed=True) if is_summed else shard)
             except JobError as error:
                 self._note(key, error)
         return shards
@@ -151,9 +152,13 @@ class _Search:
         pairs = {format.index for format in self.keys.format.members() if format.index}
         known = {path for shard in shards for path in shard.stamps}
         for folder in sorted(folders):
-            indexes = {path for path in known if os.path.dirname(path) == os.path.abspath(folder)}
+            where = os.path.abspath(folder)
             # Only where such indexes are in use: another file may have the same suffix
-            used = [pair for pair in pairs if any(path.endswith(pair[0]) for path in indexes)]
+            used = [
+                pair
+                for pair in pairs
+                if any(path.endswith(pair[0]) and os.path.dirname(path) == where for path in known)
+            ]
             for name in sorted(os.listdir(folder or ".")) if used else ():
                 data = [name.removesuffix(index) + suffix for index, suffix in used if name.endswith(index)]
                 if data and not any(self.surroundings.listing.has(os.path.join(folder, each)) for each in data):

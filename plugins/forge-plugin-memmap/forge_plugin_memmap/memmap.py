@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import Attribute, field, frozen
@@ -14,13 +14,14 @@ from forge_kit.tools.rank_zero import from_rank0, is_checked_elsewhere
 from forge_plugin_memmap.corpus import CorpusKeys, ShardedCorpus, find_corpus
 from forge_plugin_memmap.formats.auto import Auto
 from forge_plugin_memmap.formats.kind import TokenFormat
-from forge_plugin_memmap.shards import check_visible
+from forge_plugin_memmap.shards import Shard, check_visible
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.data import Documents, Tokenizer
     from forge_core.contracts.layout import Layout
     from forge_core.job import Job
+    from forge_plugin_memmap.documents import ShardedDocuments
 
 
 def _off_or_at_least_two(_: Any, attribute: Attribute, value: int) -> None:
@@ -96,6 +97,7 @@ class Memmap(DatasetComponent):
             JobError: they do not fit the tokenizer or the model, or are damaged.
         """
         from forge_plugin_memmap.documents import ShardedDocuments
+        from forge_plugin_memmap.unpacking import unpacked
 
         tokenizer = context.tokenizer
         # The model's, if it has one: ids beyond it would be read outside of its embedding.
@@ -104,17 +106,21 @@ class Memmap(DatasetComponent):
         corpus = from_rank0(context, lambda: self._checked_corpus(tokenizer, limit))
         # On every rank: another machine may have mounted other files at this path
         check_visible(corpus.shards)
-        held_out = ShardedDocuments(corpus.held_out, corpus.end_of_text, None, limit) if corpus.held_out else None
-        return self._split(corpus, ShardedDocuments(corpus.train, corpus.end_of_text, held_out, limit))
+        # Each machine has its own cache, where one rank makes it and the others wait
+        shards = unpacked(corpus.shards)
+        train, apart = shards[: len(corpus.train)], shards[len(corpus.train) :]
+        held_out = ShardedDocuments(apart, corpus.end_of_text, None, limit) if apart else None
+        return self._split(train, ShardedDocuments(train, corpus.end_of_text, held_out, limit))
 
     def _checked_corpus(self, tokenizer: Tokenizer | None, limit: int | None) -> ShardedCorpus:
         """Returns the files; raises `JobError` if they do not fit the tokenizer or the model, or are damaged."""
         from forge_plugin_memmap.ids import id_problems
+        from forge_plugin_memmap.unpacking import unpacked
 
         corpus = self._checked or self.corpus()
         self._keep(None)  # a later build looks again
         problems = [] if tokenizer is None else list(_tokenizer_problems(corpus, tokenizer))
-        problems += [*self._damage(corpus), *id_problems(corpus.shards, limit)]
+        problems += [*self._damage(corpus), *id_problems(unpacked(corpus.shards), limit)]
         if problems:
             raise JobError(problems)
         return corpus
@@ -122,12 +128,12 @@ class Memmap(DatasetComponent):
     def _keep(self, corpus: ShardedCorpus | None) -> None:
         object.__setattr__(self, "_checked", corpus)  # the component is frozen, as its keys must not change
 
-    def _split(self, corpus: ShardedCorpus, documents: Documents) -> Documents:
+    def _split(self, shards: Sequence[Shard], documents: ShardedDocuments) -> Documents:
         if not self.held_out_every:
             return documents
         from forge_plugin_memmap.selection import split_documents
 
-        identity = [corpus.end_of_text, *(shard.cache_key() for shard in corpus.train)]
+        identity = [documents.end_of_text, *(shard.cache_key() for shard in shards)]
         return split_documents(documents, self.held_out_every, identity)
 
     def _damage(self, corpus: ShardedCorpus) -> Iterator[Problem]:

@@ -82,6 +82,10 @@ class PackedDocuments(Protocol):
     """Documents whose ids do not lie together, and are unpacked into the cache. Plain data, as `DocumentEnds`."""
 
     @property
+    def keys(self) -> tuple[str, ...]:
+        """What the documents depend on beside the file: the column, the dtype."""
+
+    @property
     def width(self) -> int:
         """Bytes of an id that every id fits into: 2 or 4."""
 
@@ -136,7 +140,8 @@ class Shard:
         """Plain JSON that changes with the ids or the index, which are not read. A shard that moves has another."""
         first, further = self._neighbours()
         stamps = [self.stamps.get(path) for path in first[:2]]
-        return [self.path, self.dtype, self.offset, *stamps, *(self.stamps[path] for path in further)]
+        known = [self.path, self.dtype, self.offset, *stamps, *(self.stamps[path] for path in further)]
+        return [*known, *(self.packed.keys if self.packed else ())]
 
     def content_key(self) -> list[Any]:
         """Plain JSON that differs after the shard was written again, and not after it was moved with its times."""
@@ -145,7 +150,8 @@ class Shard:
         first, further = self._neighbours()
         # Size and time of the contents alone, as a copy has another inode
         stamps = [self.stamps[path][:2] if path in self.stamps else None for path in [*first, *further]]
-        return [os.path.basename(self.path), self.dtype, self.offset, stamps]
+        known = [os.path.basename(self.path), self.dtype, self.offset, stamps]
+        return [*known, *(self.packed.keys if self.packed else ())]
 
     def _neighbours(self) -> tuple[list[str], list[str]]:
         """This file, its index and its mask ("": there is none), and then what else belongs to it."""

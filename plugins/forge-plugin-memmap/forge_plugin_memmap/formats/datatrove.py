@@ -12,7 +12,7 @@ import struct
 from attrs import frozen
 
 from forge_core.contracts.errors import JobError
-from forge_plugin_memmap.formats.kind import Candidate, TokenFormat
+from forge_plugin_memmap.formats.kind import Candidate, TokenFormat, read_part
 from forge_plugin_memmap.shards import ListedEnds, Mask, Shard, Stamp
 
 INDEX, LOSS, METADATA = ".index", ".loss", ".metadata"
@@ -65,9 +65,7 @@ def _last_ends(path: str, stamp: Stamp) -> tuple[int, int]:
     if size % 8 or not size:
         raise JobError(f"{path} has {size} bytes; it must have 8 for each document")
     # An index of a large shard has megabytes, and one of 10,000 shards is read at each start: two entries have to do
-    with open(path, "rb") as file:
-        file.seek(max(0, size - 16))
-        before, last = struct.unpack("<QQ", file.read(16).rjust(16, b"\0"))
+    before, last = struct.unpack("<QQ", read_part(path, 16, max(0, size - 16)).rjust(16, b"\0"))
     if not last:
         raise JobError(f"{path}: the last document ends at 0; it is damaged")
     return before, last
@@ -76,8 +74,7 @@ def _last_ends(path: str, stamp: Stamp) -> tuple[int, int]:
 def _check_metadata(path: str, width: int, tokens: int) -> None:
     """Compare what `.metadata` states: the only place that states the bytes of an id."""
     # A name may have any characters; only what follows its last `|` matters
-    with open(path, encoding="utf-8", errors="replace") as file:
-        first, second, *_ = [*file.read(1 << 16).splitlines(), "", ""]
+    first, second, *_ = [*read_part(path, 1 << 16).decode(errors="replace").splitlines(), "", ""]
     stated = first.rpartition("|")[2], second
     if stated != (str(width), str(tokens)):
         message = f"{path} states ids of {stated[0]} bytes, and {stated[1]} tokens; the files have {width} and {tokens}"

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import csv
 import gzip
+import io
 import os
 import zlib
 from collections import deque
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TextIO
 
 from attrs import frozen
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 TABLE = ".csv.gz"
 WIDTHS = {1: "|u1", 2: "<u2", 4: "<u4", 8: "<u8"}
 DTYPES = {"uint8": "|u1", "uint16": "<u2", "uint32": "<u4", "uint64": "<u8"}
+SMALL = 1 << 16
+"""Bytes of a table that is decompressed at once."""
 ROWS = 1 << 16
 """Documents that are read at a time."""
 
@@ -102,10 +105,20 @@ class Dolma(TokenFormat):
         return WIDTHS[width]
 
 
+def _text(path: str) -> TextIO:
+    """The table, decompressed."""
+    # All at once where it is small: a stream costs as much as 10,000 small tables take together
+    if os.path.getsize(path) <= SMALL:
+        with open(path, "rb", buffering=0) as file:
+            # Not translated, as a quoted source may have any line break
+            return io.StringIO(gzip.decompress(file.read()).decode(), newline="")
+    return gzip.open(path, "rt", encoding="utf-8", newline="")
+
+
 def _row_ends(path: str) -> Iterator[int]:
     last = 0
     try:
-        with gzip.open(path, "rt", encoding="utf-8", newline="") as file:
+        with _text(path) as file:
             for row in csv.reader(file):
                 first, end = int(row[0]), int(row[1])
                 if first != last or end < first:

@@ -36,5 +36,6 @@ class ForgeTokens(TokenFormat):
         facts = header.vocab_size, header.end_of_text, header.text_bytes
         if not header.tokens:
             raise JobError(f"{file.path} has no tokens; leave it out, or provide its data")
+        # By its header the number of documents is known, which other files with such an index do not state
         beside = plain_index(file, header.tokens, header.documents)
         return Shard(file.absolute, header.dtype.str, HEADER.size, header.tokens, *facts, **beside)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from attrs import field, frozen
@@ -26,6 +26,7 @@ class Surroundings:
     listing: Listing = field(factory=Listing)
     _tables: dict[str, Any] = field(factory=dict, init=False)
     _missing: dict[str, str] = field(factory=dict, init=False)
+    _entries: dict[tuple[str, str], Mapping[str, Any]] = field(factory=dict, init=False)
 
     def table(self, path: str) -> Any:
         """Returns what a file of JSON holds; None if there is no such file.
@@ -36,6 +37,13 @@ class Surroundings:
         if path not in self._tables:
             self._tables[path] = self._read(path)
         return self._tables[path]
+
+    def entries(self, path: str, parse: Callable[[Any], Mapping[str, Any]]) -> Mapping[str, Any]:
+        """Returns what `parse` makes of a table: the files that an index lists, by name."""
+        key = (path, parse.__module__)
+        if key not in self._entries:
+            self._entries[key] = parse(self.table(path))
+        return self._entries[key]
 
     def missing_part(self, index: str, names: Iterator[str]) -> str:
         """Returns the first of the files listed by an index that is not beside it; empty if all are there."""
@@ -67,17 +75,18 @@ class Candidate:
     """Its first bytes, up to `HEAD`."""
     stamp: Stamp
     surroundings: Surroundings = field(factory=Surroundings)
+    absolute: str = field(init=False)
+    """The absolute path, as a `Shard` has it."""
+
+    @absolute.default
+    def _absolute(self) -> str:
+        # Once, for 10,000 shards. Not the real path: a link may have its index beside itself
+        return os.path.abspath(self.path)
 
     @property
     def size(self) -> int:
         """Bytes of the file."""
         return self.stamp[0]
-
-    @property
-    def absolute(self) -> str:
-        """The absolute path, as a `Shard` has it."""
-        # Not the real path: a link may have its index beside itself
-        return os.path.abspath(self.path)
 
     def beside(self, suffix: str, *, in_place: bool = True) -> str:
         """Returns the absolute path of a file that belongs to this one, whether or not it exists.
@@ -96,9 +105,20 @@ class Candidate:
         """Returns what `name`, a file of JSON in the same folder, holds; None if there is none."""
         return self.surroundings.table(os.path.join(os.path.dirname(self.absolute), name))
 
+    def entries(self, name: str, parse: Callable[[Any], Mapping[str, Any]]) -> Mapping[str, Any]:
+        """Returns the files that an index in the same folder lists, by name, as `parse` makes them of its table."""
+        return self.surroundings.entries(os.path.join(os.path.dirname(self.absolute), name), parse)
+
     def stamps(self, paths: Sequence[str]) -> dict[str, Stamp]:
         """The stamps of this file, and of others that exist."""
         return {self.absolute: self.stamp, **{path: stamp_of(os.stat(path)) for path in paths if self.has(path)}}
+
+
+def read_part(path: str, size: int, offset: int = 0) -> bytes:
+    """Returns up to `size` bytes of a file, from byte `offset` on."""
+    # Without a buffer, which costs more than the few bytes that are read beside each of 10,000 shards
+    with open(path, "rb", buffering=0) as file:
+        return os.pread(file.fileno(), size, offset)
 
 
 @frozen(kw_only=True)

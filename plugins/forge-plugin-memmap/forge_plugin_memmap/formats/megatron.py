@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from attrs import frozen
 
 from forge_core.contracts.errors import JobError
-from forge_plugin_memmap.formats.kind import Candidate, TokenFormat
+from forge_plugin_memmap.formats.kind import Candidate, TokenFormat, read_part
 from forge_plugin_memmap.shards import BLOCK, Shard, without_empty
 
 if TYPE_CHECKING:
@@ -151,15 +151,11 @@ class Megatron(TokenFormat):
         path = file.beside(".idx")
         if not file.has(path):
             return b""
-        with open(path, "rb") as index:
-            return index.read(HEAD.size)
+        return read_part(path, HEAD.size)
 
     def _last_end(self, ends: MegatronEnds) -> int:
         """Where the last sequence ends, in bytes, by its own entries."""
         last = ends.sequences - 1
-        with open(ends.path, "rb") as index:
-            index.seek(HEAD.size + 4 * last)
-            (length,) = struct.unpack("<i", index.read(4))
-            index.seek(HEAD.size + 4 * ends.sequences + 8 * last)
-            (pointer,) = struct.unpack("<q", index.read(8))
+        (length,) = struct.unpack("<i", read_part(ends.path, 4, HEAD.size + 4 * last))
+        (pointer,) = struct.unpack("<q", read_part(ends.path, 8, HEAD.size + 4 * ends.sequences + 8 * last))
         return pointer + length * ends.width

@@ -25,7 +25,7 @@ def read_shard(path: str, format: TokenFormat | None = None, surroundings: Surro
         JobError: it cannot be read, is not of the format, has no tokens, or its size does not fit.
     """
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", buffering=0) as file:
             # Of the open file and not of the path, which may lead to another file by now
             status = os.fstat(file.fileno())
             # Before the header is read: that it is missing would be the less useful message

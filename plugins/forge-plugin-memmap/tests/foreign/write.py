@@ -75,11 +75,8 @@ def write_datatrove(folder: Path) -> None:
 
 
 def write_dolma(folder: Path) -> None:
-    # The packages themselves import classifiers of text, which need not be installed
-    for name in ("dolma", "dolma.core", "dolma.tokenizer"):
-        package = types.ModuleType(name)
-        package.__path__ = [str(Path(importlib.util.find_spec("datatrove").origin).parents[1] / name.replace(".", "/"))]
-        sys.modules[name] = package
+    # The packages themselves import classifiers of text
+    stand_in("dolma", "dolma.core", "dolma.tokenizer")
     TokenizerOutput = import_module("dolma.tokenizer.data_types").TokenizerOutput
     MemmapWriter = import_module("dolma.tokenizer.memmap_writer").MemmapWriter
 
@@ -155,7 +152,79 @@ def write_llm_c(folder: Path) -> None:
         note(f"llm_c/{name}.bin", np.split(ids, np.flatnonzero(ids == 0) + 1))
 
 
-WRITERS = {"datatrove": write_datatrove, "dolma": write_dolma, "megatron": write_megatron, "llm_c": write_llm_c}
+def write_litdata(folder: Path) -> None:
+    torch = import_module("torch")
+    BinaryWriter = import_module("litdata.streaming.writer").BinaryWriter
+    loaders = import_module("litdata.streaming.item_loader")
+    for name, convert in (
+        ("tensor", lambda ids: torch.from_numpy(ids.astype(np.int32))),
+        ("numpy", lambda ids: ids.astype(np.uint16)),
+    ):
+        writer = BinaryWriter(str(folder / name), chunk_bytes=600, item_loader=loaders.TokensLoader(block_size=1))
+        for number, ids in enumerate(documents(len(name), 20, 60_000)):
+            writer[number] = convert(ids)
+        writer.done()
+        writer.merge()
+        index = json.loads((folder / name / "index.json").read_text())
+        loader = loaders.TokensLoader(block_size=1)
+        loader.setup(index["config"], index["chunks"], import_module("litdata.streaming.serializers")._SERIALIZERS)
+        for number, chunk in enumerate(index["chunks"]):
+            path = folder / name / chunk["filename"]
+            arguments = number, str(path), 0, chunk["chunk_bytes"]
+            blocks = [loader.load_item_from_chunk(place, *arguments) for place in range(chunk["dim"])]
+            # The reader has no documents: their bounds are those of the items, by litdata's own header
+            bounds = np.fromfile(path, "<u4", chunk["chunk_size"] + 1, offset=4).astype(int)
+            ids = np.concatenate([np.asarray(block) for block in blocks])
+            note(f"litdata/{name}/{path.name}", np.split(ids, ((bounds - bounds[0]) // ids.itemsize)[1:-1]))
+
+
+def write_mds(folder: Path) -> None:
+    stand_in("streaming", "streaming.base", "streaming.base.format", "streaming.base.format.base")
+    MDSWriter = import_module("streaming.base.format.mds.writer").MDSWriter
+    MDSReader = import_module("streaming.base.format.mds.reader").MDSReader
+    for name, encoding, compression, dtype in (
+        ("array", "ndarray:int32", None, np.int32),
+        ("open", "ndarray", "zstd", np.uint16),
+        ("bytes", "bytes", None, np.int64),
+        ("fixed", "ndarray:uint32:16", None, np.uint32),
+    ):
+        columns = {"tokens": encoding, "id": "str", "length": "int"}
+        keys = {"columns": columns, "out": str(folder / name), "size_limit": 1500, "compression": compression}
+        with MDSWriter(**keys, hashes=["sha1"] if name == "array" else None) as writer:
+            for number, made in enumerate(documents(len(name), 20, 60_000)):
+                ids = (np.resize(made, 16) if name == "fixed" else made).astype(dtype)
+                value = ids.tobytes() if name == "bytes" else ids
+                writer.write({"tokens": value, "id": f"document {number}", "length": len(ids)})
+        for shard in json.loads((folder / name / "index.json").read_text())["shards"]:
+            raw, packed = folder / name / shard["raw_data"]["basename"], shard["zip_data"]
+            if packed:
+                data = (folder / name / packed["basename"]).read_bytes()
+                raw.write_bytes(import_module("zstandard").ZstdDecompressor().decompress(data))
+            reader = MDSReader.from_json(str(folder), name, shard)
+            read_back = [reader[number]["tokens"] for number in range(len(reader))]
+            if packed:
+                raw.unlink()
+            read_back = [np.frombuffer(ids, dtype) if name == "bytes" else ids for ids in read_back]
+            note(f"mds/{name}/{(packed or shard['raw_data'])['basename']}", read_back)
+
+
+def stand_in(*packages: str) -> None:
+    """Import modules of packages without what the packages themselves import, which need not be installed."""
+    installed = Path(importlib.util.find_spec("datatrove").origin).parents[1]
+    for name in packages:
+        package = types.ModuleType(name)
+        package.__path__ = [str(installed / name.replace(".", "/"))]
+        sys.modules[name] = package
+
+
+WRITERS = {
+    "datatrove": write_datatrove,
+    "dolma": write_dolma,
+    "megatron": write_megatron,
+    "llm_c": write_llm_c,
+    "litdata": write_litdata,
+    "mds": write_mds,
+}
 
 
 def main() -> None:
