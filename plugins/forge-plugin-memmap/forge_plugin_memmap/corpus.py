@@ -141,8 +141,7 @@ class _Search:
             try:
                 shard = read_shard(path, self.keys.format, self.surroundings)
                 prepared = self.folders[os.path.dirname(path)]
-                is_summed = prepared is not None and prepared.is_summed(os.path.basename(path))
-                shards.append(evolve(shard, summed=True) if is_summed else shard)
+                shards.append(_with_manifest(shard, prepared) if prepared else shard)
             except JobError as error:
                 self._note(key, error)
         return shards
@@ -198,6 +197,15 @@ class _Search:
             (one, here), (other, there), *_ = path_of.items()
             self._note("path", f"{here} has {what} {one}, {there} {other}; they are of different tokenizers")
         return next(iter(path_of), None)
+
+
+def _with_manifest(shard: Shard, prepared: Prepared) -> Shard:
+    """A shard of `data prepare` with what its folder states."""
+    tokenizer = prepared.manifest["tokenizer"]
+    # Of another library's format, whose files do not state them; Forge's header does
+    known = shard.end_of_text is not None or "end_of_text" not in tokenizer
+    facts = {} if known else {key: tokenizer[key] for key in ("vocab_size", "end_of_text")}
+    return evolve(shard, summed=prepared.is_summed(os.path.basename(shard.path)), **facts)
 
 
 def _folder(file: FoundFile) -> str:

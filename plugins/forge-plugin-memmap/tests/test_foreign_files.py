@@ -165,6 +165,8 @@ def test_a_job_with_a_damaged_file_ends_with_exit_code_2(copied: Path, forge_run
     code, _, message = forge_run("check", "job.toml")
     assert code == 2
     assert f"{MEGATRON}.bin" in message
+    # The earlier spelling is answered with the new one
+    assert '{type = "raw"}' in forge_run("check", "job.toml", "--data.sources.0.format=raw")[2]
 
 
 # --- flipped bytes -----------------------------------------------------------------------------------------------

@@ -285,6 +285,18 @@ def test_a_folder_stands_for_both_splits(prepared: None, open_documents: Callabl
     assert open_documents(path="data/train-*.bin").held_out is None
 
 
+@pytest.mark.parametrize("format", ["datatrove", "megatron"])
+def test_a_folder_for_another_library_states_splits_and_end_of_text_too(
+    prepared: None, prepare: Callable[..., str], open_documents: Callable[..., Any], format: str
+) -> None:
+    prepare("a.jsonl", "--out=other", "--held-out-every=2", f"--format={format}")
+    documents = open_documents(letters(), path="other")
+    assert documents.end_of_text == 0
+    assert documents.tokens(0, 99).tolist() == [2, 2, 2, 0, 4, 4, 4, 0]
+    assert documents.ends().tolist() == [4, 8]
+    assert documents.held_out.tokens(0, 99).tolist() == [1, 1, 0, 3, 3, 0]
+
+
 def test_a_folder_of_another_version_of_the_format_is_refused(prepared: None, problems: Find) -> None:
     path = Path("data/manifest.json")
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 2}))
