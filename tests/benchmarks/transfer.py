@@ -3,7 +3,7 @@
     python tests/benchmarks/transfer.py                     # about an hour of one slow core
     python tests/benchmarks/transfer.py --optimizers muon --seeds 0 1
 
-A base (width 16, 2 layers) is trained at a grid of rates, a factor of two apart, and so are 4 and 8 times its width and
+A base (2 layers) is trained at a grid of rates, a factor of two apart, and so are 4 and 8 times its width and
 4 times its depth. The base's best rate should be as good for each of them as its own best one: the table has the excess
 of its loss, in percent. Losses are means over the last tenth of the steps, of tokens that no run has seen before; all
 runs see the same ones. A run that diverged has an infinite loss.
@@ -33,12 +33,13 @@ JOB: Mapping[str, Any] = {
     "scheduler.type": "cosine",
     "scheduler.min_ratio": 0.0,
 }
-WIDTH, LAYERS, HEAD = 16, 2, 8
+LAYERS, HEAD = 2, 8
 SIZES: Mapping[str, tuple[int, int]] = {
-    "base": (WIDTH, LAYERS),
-    "width x 4": (4 * WIDTH, LAYERS),
-    "width x 8": (8 * WIDTH, LAYERS),
-    "depth x 4": (WIDTH, 4 * LAYERS),
+    # Factors on width and depth
+    "base": (1, 1),
+    "width x 4": (4, 1),
+    "width x 8": (8, 1),
+    "depth x 4": (1, 4),
 }
 OPTIMIZERS: Mapping[str, tuple[Mapping[str, Any], Sequence[float]]] = {
     "adamw": ({"optimizer.type": "adamw"}, [2.0**-n for n in range(10, 3, -1)]),
@@ -60,10 +61,11 @@ def keys(width: int, layers: int, section: str) -> dict[str, Any]:
 
 def loss(size: tuple[int, int], optimizer: Mapping[str, Any], rate: float, options: Any, mup: str, seed: int) -> float:
     """The loss of one run; `mup` is the parametrisation, empty for none."""
-    wanted = {**JOB, **optimizer, **keys(*size, "model"), "optimizer.lr": rate, "job.seed": seed}
+    width, layers = size[0] * options.width, size[1] * LAYERS
+    wanted = {**JOB, **optimizer, **keys(width, layers, "model"), "optimizer.lr": rate, "job.seed": seed}
     wanted |= {"train.steps": options.steps, "scheduler.warmup_steps": options.steps // 10}
     if mup:
-        wanted |= keys(WIDTH, LAYERS, "plugins.mup.base") | {"plugins.mup.parametrization": mup}
+        wanted |= keys(options.width, LAYERS, "plugins.mup.base") | {"plugins.mup.parametrization": mup}
     with Training.of(load_job(overrides=wanted)) as training:
         losses = training.curve(options.steps).losses[-max(1, options.steps // 10) :]
     mean = sum(losses) / len(losses)
@@ -77,6 +79,7 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", default=[*SIZES], choices=[*SIZES])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--rates", nargs="+", type=float, help="in place of the optimizer's")
+    parser.add_argument("--width", type=int, default=16, help="of the base")
     parser.add_argument("--steps", type=int, default=150)
     options = parser.parse_args()
     for name in options.optimizers:

@@ -129,7 +129,7 @@ def collect(runs: Sequence[Planned], base: Path, out: Path, ladder: Ladder) -> l
             trunk=trials[run.trunk].name if run.trunk else "",
             tuned=dict(run.tuned),
             factors=dict(run.factors),
-            failed="never started" if outcome is None else _reason(outcome),
+            failed="never started" if outcome is None else reason(outcome),
         )
         # A loss of a run that diverged is no point of the law, whatever its value
         points.append(point if point.failed or outcome is None else _measured(point, outcome, run, ladder))
@@ -139,7 +139,7 @@ def collect(runs: Sequence[Planned], base: Path, out: Path, ladder: Ladder) -> l
 def _measured(point: Point, outcome: Outcome, run: Planned, ladder: Ladder) -> Point:
     """A point with what its run measured at its end."""
     names = {name: key for name, key in (("loss", ladder.metric), ("accuracy", ladder.accuracy)) if key}
-    values = {name: _last(outcome.folder, key, run.steps) for name, key in names.items()}
+    values = {name: last_value(outcome.folder, key, run.steps) for name, key in names.items()}
     if ladder.metric == LOSS and not outcome.evaluations:
         values["loss"] = outcome.mean_loss
     if missing := [names[name] for name, value in values.items() if not math.isfinite(value)]:
@@ -152,8 +152,8 @@ def _measured(point: Point, outcome: Outcome, run: Planned, ladder: Ladder) -> P
     )
 
 
-def _last(run: Path, name: str, step: int) -> float:
-    """A metric of the evaluation after the last step; NaN if that has none."""
+def last_value(run: Path, name: str, step: int) -> float:
+    """Returns a metric of the evaluation after the last step; NaN if that has none."""
     steps, values = read_metrics(run).evaluations.column(name)
     return float(values[-1]) if len(steps) and steps[-1] == step else math.nan
 
@@ -189,8 +189,8 @@ def _whole(branch: Outcome, trunk: Outcome) -> Outcome:
     )
 
 
-def _reason(outcome: Outcome) -> str:
-    """Why a run has no point; empty if it has one."""
+def reason(outcome: Outcome) -> str:
+    """Returns why a run has no result; empty if it has one."""
     if outcome.failed:
         return f"failed ({outcome.ended})"
     if outcome.ended or not outcome.losses:

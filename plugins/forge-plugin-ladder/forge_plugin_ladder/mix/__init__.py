@@ -1,0 +1,1 @@
+"""`forge-run mix`: which mixture of sources to train on, by proxy runs."""
