@@ -141,6 +141,7 @@ def _cells(points: Sequence[Point]) -> dict[tuple[float, float, str], list[Point
 
 def _means(cell: Sequence[Point]) -> dict[Setting, float]:
     """The mean loss over the seeds of each setting, of settings none of whose seeds failed."""
+    # A rate of which one seed diverged is not to be recommended
     losses: dict[Setting, list[float]] = {}
     for point in cell:
         losses.setdefault(setting_of(point), []).append(point.loss if point.usable else math.inf)
@@ -185,6 +186,7 @@ def _fit(optima: Sequence[Optimum], count: int, seed: int) -> OptimumLaw:
     used = [0, *_told_apart(n, d)]
     powers = np.stack([np.ones_like(n), n - n.mean(), d - d.mean()], axis=1)
     values = _solve(powers, y, used)
+    # The same draws in every command, so that a prediction has the intervals of the fit
     generator, resamples = np.random.default_rng(seed), []
     for _ in range(count):
         rows = generator.integers(0, len(y), len(y))

@@ -192,6 +192,7 @@ def trends(axis: str, factors: Sequence[int], measured: Sequence[Coordinates]) -
     for name in QUANTITIES:
         of_both = {START: [each.start[name] for each in measured], CHANGE: [each.change[name] for each in measured]}
         found += [Trend(axis, factors, name, what, tuple(own), exponent(factors, own)) for what, own in of_both.items()]
+    # Roles are the same at every size
     for role in measured[0].updates:
         ratios = tuple(each.updates[role] for each in measured)
         found.append(Trend(axis, factors, role, UPDATE, ratios, exponent(factors, ratios)))

@@ -58,6 +58,7 @@ def unit_scaled(model: Model, seq_len: int) -> Comparison:
     absorbed = {name: factor / math.sqrt(depth) for name, factor in absorbed.items()}
     for names, width, factor in scales.score_weights() if isinstance(model, NamesScoreWeights) else ():
         absorbed |= _of_scores(names, width, factor)
+    # Sizes of 1 in place of a base's: ratios of both are the sizes themselves
     places = {item.name: _place(item.name, item, absorbed) for item in NamedParameters.of(model)}
     return Comparison(places=places, depth=depth, twins={})
 
@@ -99,6 +100,7 @@ def unit_initial_values(model: Model, places: Mapping[str, Place]) -> None:
     for name, place in places.items():
         holder, _, key = name.rpartition(".")
         by_module.setdefault(holder, {})[key] = initial(place)
+    # Of the whole model: ranks of a pipeline keep their part of it later
     for holder, factors in by_module.items():
         module: Any = model.get_submodule(holder)
         matrices = {key for key in factors if getattr(module, key).ndim > 1}

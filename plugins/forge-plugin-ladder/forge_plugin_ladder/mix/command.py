@@ -149,6 +149,7 @@ def run_mix(options: argparse.Namespace) -> int:
     files = _Files.of(options)
     trials = trials_of(files.shares(), files.parts, files.base, files.out)
     completed, failed = train(trials, files.out, options.nproc, options.parallel, partial(print, flush=True))
+    # After an interruption, too, and where some failed
     found = files.results(None)
     write_proxies(files.out / RESULTS, found)
     if not completed:
@@ -180,9 +181,11 @@ def write_mix(options: argparse.Namespace) -> int:
     from forge_core.config.mixture import source_names
     from forge_plugin_ladder.mix.screen import comment_of
 
+    # Before anything is read or fitted
     output_file(options.out, "--out")
     files = _Files.of(options)
     job = files.job if options.job is None else load_job(options.job, catalog=files.catalog, world_size=1)
+    # In order, too: unnamed sources are their numbers
     if source_names(job) != source_names(files.job):
         theirs, ours = (", ".join(source_names(each)) for each in (job, files.job))
         raise JobError(f"--job {options.job}: has the sources {theirs}, and the proxies {ours}")

@@ -135,7 +135,7 @@ def _parts(mix: Mix, job: Job) -> Parts:
     tables |= mix.groups
     inner = np.array([[table.get(name, 0.0) for name in sources] for table in tables.values()], dtype=np.float64)
     inner /= inner.sum(1, keepdims=True)
-    # A group's natural share is that of its sources together
+    # A group's natural share is the sum over its sources
     natural = np.array([sum(whole[sources.index(name)] for name in table) for table in tables.values()])
     return Parts(tuple(tables), tuple(sources), inner, natural / natural.sum())
 
@@ -147,6 +147,7 @@ def mixtures(mix: Mix, parts: Parts) -> Values:
     draw. Sources that are 0 in the natural mixture have the smallest share of the others there, so that they are tried.
     """
     count = len(parts.names)
+    # Draws of one generator: a file with more runs begins with the same mixtures
     generator = np.random.default_rng(mix.seed)
     mean = np.where(parts.natural > 0, parts.natural, parts.natural[parts.natural > 0].min())
     mean /= mean.sum()

@@ -111,7 +111,7 @@ def _best(fit: MixFit, laws: Sequence[MixLaw], parts: Parts, bounds: Values, reg
 
 
 def _within(shares: Values, bounds: Values) -> Values:
-    """The shares, with what is beyond a bound given to the others in proportion to their room."""
+    """The shares, with the excess over a bound given to the others in proportion to their room."""
     clipped = np.minimum(shares, bounds)
     room = bounds - clipped
     return clipped + (1 - clipped.sum()) * room / max(float(room.sum()), 1e-12)

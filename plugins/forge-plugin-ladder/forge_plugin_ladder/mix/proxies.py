@@ -58,6 +58,7 @@ def trials_of(shares: Values, parts: Parts, base: Path, out: Path) -> list[Trial
     """Returns the proxies as `compare` trains them."""
     trials: list[Trial] = []
     for number, each in enumerate(shares):
+        # By numbers and not by shares: a file with more runs keeps those that it has
         cell = Cell(job=base, settings=settings(each, parts), label="natural" if not number else f"mix-{number}")
         trials.append(trial_of(cell, "", (), out / RUNS, taken=[trial.name for trial in trials]))
     return trials
@@ -90,9 +91,11 @@ def collect(
         if trial.name in record.entries:
             failed = reason(read_outcome(trial, folder, record.entries[trial.name]))
         if not failed:
+            # Of the last step alone: an earlier evaluation is of another mixture of tokens
             values = {name: last_value(folder, name, steps) for name in metrics}
             missing = [name for name, value in values.items() if not math.isfinite(value)]
             failed = f"no {missing[0]} in its last evaluation" if missing else ""
+            # The same in every proxy, also of a source with a weight of 0
             sizes = sizes or _sizes(folder, seq_len)
         proxies.append(Proxy(run=trial.name, shares=tuple(map(float, own)), values=values, failed=failed))
     return Proxies(parts=parts.names, sizes=sizes, proxies=proxies)
@@ -121,6 +124,7 @@ def read_proxies(path: Path, parts: Parts, metrics: Sequence[str]) -> Proxies:
     Raises:
         JobError: the file cannot be read, or is of other parts or metrics.
     """
+    # Written by other programs too, so nothing is taken for granted
     try:
         content: Any = json.loads(path.read_text(encoding="utf-8"))
         if content["schema"] != SCHEMA:

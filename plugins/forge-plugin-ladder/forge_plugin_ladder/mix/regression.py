@@ -78,6 +78,7 @@ def fit_mixture(
         raise JobError(f"{runs} proxies have a result, and a law of {parts} parts needs {parts + 3}")
     if np.linalg.matrix_rank(shares, tol=1e-3) < parts:
         raise JobError("the mixtures of the proxies with a result do not tell all parts apart; add runs")
+    # Only their proportions matter
     weights = weights / weights.sum()
     laws = [_fit(shares, column) for column in values.T]
     predicted = np.stack([law.at(shares) for law in laws], axis=1)
@@ -130,6 +131,7 @@ def rank_correlation(shares: Values, values: Values, weights: Values) -> float:
     """Returns Spearman's correlation of measured objectives with those that are predicted from all other proxies."""
     predicted = []
     for number in range(len(shares)):
+        # Of all proxies, the law would have seen what it predicts
         rest = np.arange(len(shares)) != number
         laws = [_fit(shares[rest], column) for column in values[rest].T]
         predicted.append(float(np.array([law.at(shares[number]) for law in laws]) @ weights))
