@@ -43,7 +43,7 @@ def draw(
 
 
 def _curves(axes: Axes, resampled: Resampled, points: Sequence[Point], total: bool) -> None:
-    axes.set_title("Loss by size, one curve a budget")
+    axes.set_title("Loss by size, one curve per budget")
     cost = Cost([point for point in points if point.usable], total)
     for number, group in enumerate(groups_of(points)):
         color = COLORS[number % len(COLORS)]

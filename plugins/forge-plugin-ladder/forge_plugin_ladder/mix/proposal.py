@@ -63,10 +63,14 @@ def propose(fit: MixFit, parts: Parts, bounds: Values, regularization: float, le
     """Returns the mixture with the least objective, with the intervals of its shares and of its gain."""
     best = _best(fit, fit.laws, parts, bounds, regularization)
     others = np.stack([_best(fit, laws, parts, bounds, regularization) for laws in fit.resamples])
-    gains = [float(fit.objective(parts.natural, laws) - fit.objective(best, laws)) for laws in fit.resamples]
     ends = [(1 - level) / 2, (1 + level) / 2]
     natural, objective = float(fit.objective(parts.natural)), float(fit.objective(best))
-    low, high = np.quantile(gains, ends)
+    # A mixture is chosen because it looks good: in each resample, by how much its own best looks better than it is
+    errors = [
+        _gain(fit, parts, each, laws) - _gain(fit, parts, each, fit.laws)
+        for each, laws in zip(others, fit.resamples, strict=True)
+    ]
+    low, high = natural - objective - np.quantile(errors, ends[::-1])
     return Proposal(
         shares=best,
         intervals=[(float(low), float(high)) for low, high in np.quantile(others, ends, axis=0).T],
@@ -76,6 +80,10 @@ def propose(fit: MixFit, parts: Parts, bounds: Values, regularization: float, le
         gain=natural - objective,
         gain_interval=(float(low), float(high)),
     )
+
+
+def _gain(fit: MixFit, parts: Parts, shares: Values, laws: Sequence[MixLaw]) -> float:
+    return float(fit.objective(parts.natural, laws) - fit.objective(shares, laws))
 
 
 def _best(fit: MixFit, laws: Sequence[MixLaw], parts: Parts, bounds: Values, regularization: float) -> Values:
