@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from forge_kit.tools.tables import columns
 from forge_plugin_memmap.manifest import SPLITS, TRAIN
+from forge_plugin_memmap.prepare.documents import Example
 from forge_plugin_memmap.prepare.encoding import id_dtype
 from forge_plugin_memmap.prepare.folder import State
 
@@ -132,7 +133,7 @@ def _dropped(dropped: Mapping[str, Any], written: int) -> str:
 def _reasons(dropped: Mapping[str, Any]) -> Iterator[str]:
     for reason, entry in dropped.items():
         more = ", …" if entry["count"] > len(entry["examples"]) else ""
-        yield f"  {reason}: {entry['count']:,}, at {', '.join(entry['examples'])}{more}"
+        yield f"  {reason}: {entry['count']:,}, at {', '.join(map(str, map(Example.of, entry['examples'])))}{more}"
 
 
 def _usage(folder: Path, manifest: Mapping[str, Any]) -> str:

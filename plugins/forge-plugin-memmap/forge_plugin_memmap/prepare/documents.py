@@ -18,11 +18,27 @@ EXAMPLES = 3
 """Most places that are recorded for each reason."""
 
 
+class CutLine(NamedTuple):
+    """A line of a file whose beginning another part has: its number in the file is not known yet."""
+
+    name: str
+    number: int
+    """Counted from 1 at `after`."""
+    after: int
+    """Byte of the file."""
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.number} from byte {self.after}"
+
+
+Where = str | CutLine
+"""`data/a.jsonl:17`."""
+
+
 class Text(NamedTuple):
     """A document, or a piece of one."""
 
-    where: str
-    """`data/a.jsonl:17`."""
+    where: Where
     text: str
     size: int
     """Bytes in UTF-8."""
@@ -35,7 +51,7 @@ class Text(NamedTuple):
 class Drop(NamedTuple):
     """A file, line or row that yields no document."""
 
-    where: str
+    where: Where
     reason: Reason
     detail: str
 
@@ -69,27 +85,53 @@ class Read(NamedTuple):
     """Bytes of text, about."""
 
 
+@frozen
+class Example:
+    """Something that was left out."""
+
+    where: Where
+    detail: str = ""
+
+    @classmethod
+    def of(cls, plain: Any) -> Example:
+        """The inverse of `plain`."""
+        return cls(plain) if isinstance(plain, str) else cls(CutLine(*plain["line"]), plain["detail"])
+
+    def plain(self) -> Any:
+        """As JSON: text, or a table as long as the number of its line is not known."""
+        return str(self) if isinstance(self.where, str) else {"line": [*self.where], "detail": self.detail}
+
+    def numbered(self, lines: int) -> Example:
+        """Returns it with the number of its line in the file, of which `lines` lie before the part."""
+        cut = self.where
+        return self if isinstance(cut, str) else Example(f"{cut.name}:{lines + cut.number}", self.detail)
+
+    def __str__(self) -> str:
+        return f"{self.where} ({self.detail})" if self.detail else str(self.where)
+
+
 @define
 class Dropped:
     """The number of files, lines and rows that were left out, and examples, by reason."""
 
     counts: Counter[str] = field(factory=Counter)
-    examples: dict[str, list[str]] = field(factory=dict)
+    examples: dict[str, list[Example]] = field(factory=dict)
 
     @classmethod
     def of(cls, plain: Mapping[str, Mapping[str, Any]]) -> Dropped:
         """The inverse of `plain`."""
         counts = Counter({reason: entry["count"] for reason, entry in plain.items()})
-        return cls(counts, {reason: list(entry["examples"]) for reason, entry in plain.items()})
+        return cls(counts, {reason: [*map(Example.of, entry["examples"])] for reason, entry in plain.items()})
 
     def plain(self) -> dict[str, dict[str, Any]]:
         """Count and examples of each reason, as JSON."""
-        return {r: {"count": n, "examples": self.examples[r]} for r, n in sorted(self.counts.items())}
+        examples = {reason: [each.plain() for each in own] for reason, own in self.examples.items()}
+        return {r: {"count": n, "examples": examples[r]} for r, n in sorted(self.counts.items())}
 
     def add(self, drop: Drop) -> None:
         """Counts one, and keeps its place and detail while there are few examples of the reason."""
         self.counts[drop.reason] += 1
-        self._note(drop.reason, [f"{drop.where} ({drop.detail})" if drop.detail else drop.where])
+        self._note(drop.reason, [Example(drop.where, drop.detail)])
 
     def merge(self, later: Dropped) -> None:
         """Adds the counts of a later chunk; examples are the first ones in the order of the inputs."""
@@ -97,7 +139,7 @@ class Dropped:
         for reason, examples in later.examples.items():
             self._note(reason, examples)
 
-    def _note(self, reason: str, examples: Iterable[str]) -> None:
+    def _note(self, reason: str, examples: Iterable[Example]) -> None:
         known = self.examples.setdefault(reason, [])
         known += list(examples)[: EXAMPLES - len(known)]
 

@@ -94,7 +94,7 @@ class Encoder:
                 sizes[-1] += text.size
                 # Only the first piece of a document adds its name
                 if len(names) == len(ends):
-                    names.append(text.where)
+                    names.append(str(text.where))
                 if text.is_last:
                     ids.append(self._tokenizer.end_of_text)
                     ends.append(len(ids))

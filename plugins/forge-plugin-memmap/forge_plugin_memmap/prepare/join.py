@@ -7,7 +7,6 @@ continuing. Only the numbers of lines are missing, in a file within which a part
 
 from __future__ import annotations
 
-import re
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -36,12 +35,11 @@ from forge_plugin_memmap.prepare.folder import (
     owned,
     room_to_write,
 )
-from forge_plugin_memmap.prepare.inputs import Chunk, Input, InputPosition
+from forge_plugin_memmap.prepare.inputs import Chunk, InputPosition
 from forge_plugin_memmap.prepare.part_range import Part
 from forge_plugin_memmap.prepare.parts import no_documents, part_arguments, part_folder
 from forge_plugin_memmap.prepare.run import Settings, demand_documents, make_tokenizer, open_writers, write
 from forge_plugin_memmap.prepare.shard_formats import FORMATS
-from forge_plugin_memmap.prepare.text_files import counted_from
 from forge_plugin_memmap.prepare.writing import TEXT_BYTES
 
 TOKENS_AT_ONCE = 1 << 22
@@ -111,7 +109,7 @@ def join(settings: Settings, console: Console) -> tuple[Mapping[str, Any], str]:
             writers = open_writers(output, settings, state, tokenizer, stack, FORMATS[settings.format])
             total = sum(_bytes_of(part) for part in parts)
             meter = stack.enter_context(open_meter(console, total, state))
-            chunks = _read(parts, settings.inputs, state.place, np.dtype(id_dtype(tokenizer.vocab_size)))
+            chunks = _read(parts, state.place, np.dtype(id_dtype(tokenizer.vocab_size)))
             write(chunks, writers, output, state, meter, settings.held_out_every)
         demand_documents(settings, state)
         manifest = finish(output, state)
@@ -132,9 +130,8 @@ def _remove(output: Path, folders: Iterable[Path]) -> None:
 
 def _found(output: Path) -> list[Part]:
     """Returns the parts of which there are folders, in order."""
-    matches = (re.fullmatch(r"(\d+)-of-(\d+)", path.name) for path in (output / PARTS).glob("*"))
-    parts = (Part(int(match[1]), int(match[2])) for match in matches if match)
-    return sorted(parts, key=lambda part: (part.count, part.number))
+    parts = (Part.of_folder(path.name) for path in (output / PARTS).glob("*"))
+    return sorted((part for part in parts if part), key=lambda part: (part.count, part.number))
 
 
 def _finished_parts(
@@ -200,9 +197,7 @@ def _demand_tokenizer(parts: Sequence[FinishedPart], state: State) -> None:
 # --- their documents ---------------------------------------------------------------------------------------------
 
 
-def _read(
-    parts: Sequence[FinishedPart], inputs: Sequence[Input], place: InputPosition, dtype: np.dtype
-) -> Iterator[tuple[Chunk, Encoded]]:
+def _read(parts: Sequence[FinishedPart], place: InputPosition, dtype: np.dtype) -> Iterator[tuple[Chunk, Encoded]]:
     """Yields the documents of all parts from a place on: the part, the shard in it, and the tokens before."""
     bases = list(_line_bases(parts))
     passed = sum(_bytes_of(part) for part in parts[: place.input])
@@ -219,7 +214,7 @@ def _read(
         # After its documents: with the place behind this part, so that it is counted once
         nothing = Block(np.empty(0, dtype), np.empty(0, np.int64), np.zeros(1, np.int64))
         then = InputPosition(number + 1, {}, passed)
-        yield Chunk((), then), Encoded(nothing, _dropped(part, inputs, bases[number]))
+        yield Chunk((), then), Encoded(nothing, _dropped(part, bases[number]))
 
 
 def _blocks(path: Path, start: int, dtype: np.dtype) -> Iterator[tuple[int, Block]]:
@@ -257,19 +252,9 @@ def _line_bases(parts: Sequence[FinishedPart]) -> Iterator[int]:
         lines = at.get("line", 1) - 1 + (lines if "after" in at else 0)
 
 
-def _dropped(part: FinishedPart, inputs: Sequence[Input], lines: int) -> Dropped:
+def _dropped(part: FinishedPart, lines: int) -> Dropped:
     """Returns what a part has left out, with the numbers of lines in their files."""
     dropped = Dropped.of(part.record["dropped"])
-    begin, _ = part.part.bounds(inputs)
-    if "after" not in begin.at:
-        return dropped
-    place = re.compile(f"({re.escape(inputs[begin.input].name)}:)(\\d+){counted_from(begin.at['after'])}")
-
-    def numbered(example: str) -> str:
-        # At its beginning alone: what follows is an excerpt of the input
-        match = place.match(example)
-        return example if match is None else f"{match[1]}{lines + int(match[2])}{example[match.end() :]}"
-
     for reason, examples in dropped.examples.items():
-        dropped.examples[reason] = [numbered(example) for example in examples]
+        dropped.examples[reason] = [each.numbered(lines) for each in examples]
     return dropped

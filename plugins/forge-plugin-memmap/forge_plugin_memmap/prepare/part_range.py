@@ -29,6 +29,12 @@ class Part:
     def __str__(self) -> str:
         return f"{self.number}/{self.count}"
 
+    @classmethod
+    def of_folder(cls, name: str) -> Part | None:
+        """The inverse of `folder`; None for a folder that is no part's."""
+        match = re.fullmatch(r"(\d+)-of-(\d+)", name)
+        return match and cls(int(match[1]), int(match[2]))
+
     @property
     def folder(self) -> str:
         """Name of its folder among the parts."""

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 from attrs import frozen
 
 from forge_core.contracts.errors import JobError
-from forge_plugin_memmap.prepare.documents import BLOCK, Drop, Read, Ready, Text, pieces, utf8_size
+from forge_plugin_memmap.prepare.documents import BLOCK, CutLine, Drop, Read, Ready, Text, Where, pieces, utf8_size
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 BYTE_ORDER_MARK = "\ufeff"
@@ -34,13 +34,8 @@ class Lines:
     def documents(self) -> Iterator[Text | Drop]:
         """Parses each line; places are `NAME:LINE`, from 1."""
         for number, line in enumerate(io.BytesIO(self.data), self.first):
-            where = f"{self.name}:{number}{counted_from(self.after)}"
+            where = CutLine(self.name, number, self.after) if self.after else f"{self.name}:{number}"
             yield parse_line(line, where, self.field, is_first=number == 1 and not self.after)
-
-
-def counted_from(byte: int) -> str:
-    """Returns what follows the number of a line that is not counted from the beginning of its file."""
-    return f" from byte {byte}" if byte else ""
 
 
 def read_lines(path: str, field: str, at: Mapping[str, int], end: Mapping[str, int]) -> Iterator[Read]:
@@ -93,7 +88,7 @@ def _whole_lines(stream: Stream) -> Iterator[bytes]:
         yield b"".join(parts)
 
 
-def parse_line(line: bytes, where: str, field: str, is_first: bool = False) -> Text | Drop:
+def parse_line(line: bytes, where: Where, field: str, is_first: bool = False) -> Text | Drop:
     """Returns the document of a line, without a byte-order mark before the first one."""
     try:
         text = line.decode().rstrip("\r\n")
@@ -111,7 +106,7 @@ def parse_line(line: bytes, where: str, field: str, is_first: bool = False) -> T
     return text_of(record[field], where)
 
 
-def text_of(value: Any, where: str) -> Text | Drop:
+def text_of(value: Any, where: Where) -> Text | Drop:
     """Returns the document that a value holds, or why it is none."""
     if not isinstance(value, str):
         return Drop(where, "not a string", _excerpt(json.dumps(value)))
