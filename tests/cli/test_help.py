@@ -19,6 +19,7 @@ WITHOUT_JSON = {
     "launch lighthouse": "a service",
     "watch": "a screen; show --json has its facts",
     "ladder": "run trains, and report writes: plan, fit and predict have --json",
+    "data mix": "run trains, and write writes: plan and fit have --json",
     "chat": "a conversation; generate --chat --json has its answers",
     "completion": "a script of the shell",
     "explain schema": "prints JSON anyway",

@@ -30,8 +30,8 @@ weights import --tokenizer, weights export run, weights verify first, weights ve
 launch local --resume, launch local files, plan --calibrate, ladder plan ladder, ladder plan --calibrate,
 ladder run ladder, ladder fit ladder, ladder fit --points, ladder predict ladder, ladder predict --points,
 ladder report ladder, ladder report --points, ladder submit ladder, ladder submit --preset,
-ladder check-coordinates files, ladder critical-batch run, mix plan mix, mix run mix, mix fit mix, mix fit --results,
-mix write mix, mix write --results, mix write --job
+ladder check-coordinates files, ladder critical-batch run, data mix plan mix, data mix run mix,
+data mix fit mix, data mix fit --results, data mix write mix, data mix write --results, data mix write --job
 """
 OTHERS = {
     "doctor --output": "it makes a folder of its own there, and removes it",
@@ -43,7 +43,7 @@ OUTPUTS = {
     "checkpoints RUN export --out": "checkpoints RUN export --out={}",
     "checkpoints RUN merge --out": "checkpoints RUN merge --steps 1,2 --out={}",
     "ladder check-coordinates --out": "ladder check-coordinates JOB.toml --out={}.png",
-    "mix write --out": "mix write MIX.toml --out={}.toml",
+    "data mix write --out": "data mix write MIX.toml --out={}.toml",
     "ladder critical-batch --out": "ladder critical-batch RUN --tokens=1 --out={}",
     "compare --out": "compare JOB.toml --out={}",
     "doctor drill --out": "doctor drill JOB.toml --out={}",

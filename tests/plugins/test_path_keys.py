@@ -38,10 +38,11 @@ WRITTEN = {
 """Names of keys that are paths of what a run writes."""
 NO_PATHS = {
     "accept_changes", "after", "answer", "architecture", "backend", "base_url", "before", "begin_of_text", "between",
-    "best_metric", "branch", "chat_variables", "clip", "colours", "completion", "config", "content", "device",
+    "best_metric", "branch", "chat_variables", "clip", "colours", "column", "completion", "config", "content", "device",
     "directions", "edits", "end", "end_of_text", "entity", "exclude", "factory", "fault", "field", "freeze",
     "gradients", "group", "held_out", "held_out_split", "host", "image", "image_token", "images", "include",
-    "feature_row", "key", "labels", "layers", "lighthouse", "match", "messages", "metric", "name", "names", "options",
+    "feature_row", "key", "labels", "layers", "lighthouse", "mask_column", "match", "messages", "metric", "name", "names",
+    "options",
     "overview", "pattern", "placeholders", "point", "points", "prefix", "project", "prompt", "prompts", "references",
     "revision", "row_end", "segment_format", "segments", "server_url", "shapes", "single", "sink", "sound",
     "space_id", "special_tokens", "split", "start", "stop", "tags", "target", "targets", "text", "tile",

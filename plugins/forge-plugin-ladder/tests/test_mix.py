@@ -1,4 +1,4 @@
-"""`forge-run mix`: laws that are known, limits on repetition, and the command as its users run it."""
+"""`forge-run data mix`: laws that are known, limits on repetition, and the command as its users run it."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_proxies_are_trained_and_counted(here, capsys):
     assert command(["plan", "mix.toml", "--json"]) == 0
     planned = json.loads(capsys.readouterr().out)
     assert planned[0] == {"run": "natural", "shares": {"web": 0.75, "code": 0.25}}
-    assert main(["mix", "run", "mix.toml"]) == 0
+    assert main(["data", "mix", "run", "mix.toml"]) == 0
     found = json.loads((here / "mixed/proxies.json").read_text())
     assert found["sizes"] == {"code": 40 * 8, "web": pytest.approx(found["sizes"]["web"])}
     assert [each["failed"] for each in found["proxies"]] == [""] * 5

@@ -1,1 +1,1 @@
-"""`forge-run mix`: which mixture of sources to train on, by proxy runs."""
+"""`forge-run data mix`: which mixture of sources to train on, by proxy runs."""

@@ -1,4 +1,4 @@
-"""`forge-run mix`."""
+"""`forge-run data mix`."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from forge_plugin_ladder.mix.proxies import Proxies
     from forge_plugin_ladder.values import Values
 
-HEADING = "train"
+HEADING = "start"
 RESULTS, RECORD = "proxies.json", "comparison.json"
 EXAMPLES = (
-    "forge-run mix plan mix.toml",
-    "forge-run mix run mix.toml --parallel 2",
-    "forge-run mix fit mix.toml",
-    "forge-run mix write mix.toml --out mixed.toml",
+    "forge-run data mix plan mix.toml",
+    "forge-run data mix run mix.toml --parallel 2",
+    "forge-run data mix fit mix.toml",
+    "forge-run data mix write mix.toml --out mixed.toml",
 )
 
 
@@ -43,7 +43,7 @@ def command(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("forge-run mix", description=command.__doc__)
+    parser = argparse.ArgumentParser("forge-run data mix", description=command.__doc__)
     with_examples(parser, *EXAMPLES)
     actions = parser.add_subparsers(metavar="ACTION", required=True, help="ACTION --help has its options")
     parsers: dict[str, argparse.ArgumentParser] = {}
@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
         add = parsers[name].add_argument
         add("--results", type=Path, metavar="FILE", help="results of proxies, in place of the mix's own runs")
         add("--resamples", type=positive, default=200, metavar="N", help="of the residuals, for intervals (200)")
-    write.add_argument("--out", type=Path, required=True, metavar="JOB.toml", help="the job with the best weights")
+    write.add_argument("--out", type=Path, required=True, metavar="FILE", help="the job with the best weights")
     write.add_argument("--job", type=Path, metavar="JOB.toml", help="the job to change (the proxies')")
     for name in ("plan", "fit"):
         add_json(parsers[name])

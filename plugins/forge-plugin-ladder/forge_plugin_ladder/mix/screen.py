@@ -1,4 +1,4 @@
-"""What `forge-run mix` prints and writes for people."""
+"""What `forge-run data mix` prints and writes for people."""
 
 from __future__ import annotations
 
