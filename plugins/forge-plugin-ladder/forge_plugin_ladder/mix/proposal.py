@@ -61,8 +61,9 @@ def limits(parts: Parts, sizes: Mapping[str, float], epochs: Mapping[str, float]
 
 def propose(fit: MixFit, parts: Parts, bounds: Values, regularization: float, level: float = LEVEL) -> Proposal:
     """Returns the mixture with the least objective, with the intervals of its shares and of its gain."""
-    best = _best(fit, fit.laws, parts, bounds, regularization)
-    others = np.stack([_best(fit, laws, parts, bounds, regularization) for laws in fit.resamples])
+    best = _best(fit, fit.laws, parts, bounds, regularization, _within(parts.natural, bounds))
+    # The only minimum from everywhere, and sooner from nearby
+    others = np.stack([_best(fit, laws, parts, bounds, regularization, best) for laws in fit.resamples])
     ends = [(1 - level) / 2, (1 + level) / 2]
     natural, objective = float(fit.objective(parts.natural)), float(fit.objective(best))
     # A mixture is chosen because it looks good: in each resample, by how much its own best looks better than it is
@@ -86,7 +87,9 @@ def _gain(fit: MixFit, parts: Parts, shares: Values, laws: Sequence[MixLaw]) -> 
     return float(fit.objective(parts.natural, laws) - fit.objective(shares, laws))
 
 
-def _best(fit: MixFit, laws: Sequence[MixLaw], parts: Parts, bounds: Values, regularization: float) -> Values:
+def _best(
+    fit: MixFit, laws: Sequence[MixLaw], parts: Parts, bounds: Values, regularization: float, start: Values
+) -> Values:
     """The minimum of objective and divergence from the natural mixture: both are convex, so that it is the only one."""
     # Shares of 0 would make the divergence of any other infinite
     prior = np.maximum(parts.natural, 1e-6)
@@ -100,7 +103,6 @@ def _best(fit: MixFit, laws: Sequence[MixLaw], parts: Parts, bounds: Values, reg
         slopes = np.stack([law.slopes for law in laws])
         return (fit.weights * rises) @ slopes + regularization * (np.log(np.maximum(shares, 1e-12) / prior) + 1)
 
-    start = _within(parts.natural, bounds)
     found = minimize(
         cost,
         start,
