@@ -209,6 +209,9 @@ def test_scancel_is_not_undone(cluster: SlurmCluster, folder: Path) -> None:
 
 def test_a_task_of_an_array_is_queued_again_without_the_others(cluster: SlurmCluster, folder: Path) -> None:
     """The number of one of them is that of the whole array."""
+    # As `submit --array` makes them for its runs
+    for number in range(2):
+        Path(f"runs/array{number}/slurm").mkdir(parents=True)
     array = stand_in(cluster, "wait", "array", sbatch=("--array=0-1",))
     cluster.until(lambda: Path("ready0").exists() and Path("ready1").exists(), "both run")
     cluster.run("scancel", "--signal=TERM", f"{array}_1")
