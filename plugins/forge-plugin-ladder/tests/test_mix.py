@@ -155,6 +155,8 @@ def test_proxies_are_trained_and_counted(here, capsys):
     job = load_job(here / "mixed/runs/mix-1/job.toml")
     weights = [source.weight for source in job.data.sources]
     assert weights == pytest.approx([*planned[1]["shares"].values()])
+    # A source that has reached its limit would change the mixture on the way
+    assert [source.max_epochs for source in job.data.sources] == [0, 0]
 
 
 def test_the_best_mixture_is_written_into_a_job_with_its_gain(here, capsys):
@@ -190,6 +192,7 @@ def test_no_job_is_written_where_the_gain_may_be_none(here):
         (MIX.replace("runs = 5", "runs = 4"), JOB, "4, but a law of 2 parts has 3 values and needs 5"),
         (MIX + "[natural]\nwebb = 1\n", JOB, "natural.webb: the job has no such source, but web, code; did you mean"),
         (MIX + "[natural]\nweb = 0\n", JOB, "natural: all amounts are 0"),
+        (MIX + "[metrics]\n'eval/loss' = 0\n", JOB, "metrics: all amounts are 0"),
         (MIX + "[groups.web]\ncode = 1\n", JOB, "groups.web: is the name of a source"),
         (MIX + "[groups.a]\ncode = 1\n[groups.b]\ncode = 1\n", JOB, "code are in two groups"),
         (MIX + "[groups.a]\ncode = 1\nweb = 1\n", JOB, "groups: a mixture needs two parts"),

@@ -107,8 +107,8 @@ def _problems(mix: Mix, job: Job) -> Iterator[Problem]:
             if name not in names:
                 message = f"the job has no such source, but {', '.join(names)}{did_you_mean(name, names)}"
                 yield Problem(f"{where}.{name}", message)
-        if table and not any(table.values()):
-            yield Problem(where, "all amounts are 0")
+    empty = [where for where, table in {**tables, "metrics": mix.metrics}.items() if table and not any(table.values())]
+    yield from (Problem(where, "all amounts are 0") for where in empty)
     grouped = [name for table in mix.groups.values() for name in table]
     if twice := sorted({name for name in grouped if grouped.count(name) > 1}):
         yield Problem("groups", f"{listed(twice)} are in two groups")
@@ -165,6 +165,10 @@ def mixtures(mix: Mix, parts: Parts) -> Values:
 
 
 def settings(shares: Values, parts: Parts) -> dict[str, str]:
-    """Returns the keys of a job that has this mixture, values as in TOML."""
-    weights = parts.weights(shares)
-    return {f"data.sources.{number}.weight": repr(weights[name]) for number, name in enumerate(parts.sources)}
+    """Returns the keys of a proxy that has this mixture from its first step to its last, values as in TOML."""
+    weights, keys = parts.weights(shares), dict[str, str]()
+    for number, name in enumerate(parts.sources):
+        keys[f"data.sources.{number}.weight"] = repr(weights[name])
+        # Limits are those of the large run: in a proxy, others would take the part of a source that has reached its own
+        keys[f"data.sources.{number}.max_epochs"] = "0.0"
+    return keys
