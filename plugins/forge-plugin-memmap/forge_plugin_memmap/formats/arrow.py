@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import frozen
 
 from forge_core.contracts.errors import JobError
-from forge_plugin_memmap.formats.columns import ColumnFormat, arrow_batch, arrow_columns, arrow_width
+from forge_plugin_memmap.formats.columns import ColumnDocuments, ColumnFormat, arrow_batch, arrow_columns, arrow_width
 from forge_plugin_memmap.formats.kind import Candidate
 
 if TYPE_CHECKING:
@@ -23,18 +23,8 @@ END = MARK + bytes(4)
 
 
 @frozen
-class ArrowDocuments:
+class ArrowDocuments(ColumnDocuments):
     """The rows of a file or a stream."""
-
-    path: str
-    keys: tuple[str, ...]
-    """The column of ids and, perhaps, of masks."""
-    width: int
-
-    @property
-    def is_masked(self) -> bool:
-        """See `PackedDocuments`."""
-        return len(self.keys) == 2
 
     def batches(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray | None]]:
         """See `PackedDocuments`."""

@@ -22,6 +22,21 @@ ROWS = 1024
 """Rows that are read at a time."""
 
 
+@frozen
+class ColumnDocuments:
+    """What `PackedDocuments` of columns have in common: a derived class yields `batches`."""
+
+    path: str
+    keys: tuple[str, ...]
+    """The column of ids and, perhaps, of masks."""
+    width: int = 4
+
+    @property
+    def is_masked(self) -> bool:
+        """See `PackedDocuments`."""
+        return len(self.keys) == 2
+
+
 @frozen(kw_only=True)
 class ColumnFormat(TokenFormat):
     """Files with a column that has the ids of a document in each row. Rows are unpacked into the cache once."""

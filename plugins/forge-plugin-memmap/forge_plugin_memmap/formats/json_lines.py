@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import frozen
 
 from forge_core.contracts.errors import JobError
-from forge_plugin_memmap.formats.columns import ROWS, ColumnFormat
+from forge_plugin_memmap.formats.columns import ROWS, ColumnDocuments, ColumnFormat
 from forge_plugin_memmap.formats.kind import Candidate
 
 if TYPE_CHECKING:
@@ -20,18 +20,8 @@ TAIL = 1 << 16
 
 
 @frozen
-class JsonDocuments:
+class JsonDocuments(ColumnDocuments):
     """The lines of a file."""
-
-    path: str
-    keys: tuple[str, ...]
-    """The field of ids and, perhaps, of masks."""
-    width: int = 4
-
-    @property
-    def is_masked(self) -> bool:
-        """See `PackedDocuments`."""
-        return len(self.keys) == 2
 
     def batches(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray | None]]:
         """See `PackedDocuments`."""

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any
 from attrs import frozen
 
 from forge_core.contracts.errors import JobError
-from forge_plugin_memmap.formats.columns import ROWS, ColumnFormat, arrow_batch, arrow_columns, arrow_width
+from forge_plugin_memmap.formats.columns import (
+    ROWS,
+    ColumnDocuments,
+    ColumnFormat,
+    arrow_batch,
+    arrow_columns,
+    arrow_width,
+)
 from forge_plugin_memmap.formats.kind import Candidate
 
 if TYPE_CHECKING:
@@ -20,18 +27,8 @@ BUFFER = 1 << 20
 
 
 @frozen
-class ParquetDocuments:
+class ParquetDocuments(ColumnDocuments):
     """The rows of a file."""
-
-    path: str
-    keys: tuple[str, ...]
-    """The column of ids and, perhaps, of masks."""
-    width: int
-
-    @property
-    def is_masked(self) -> bool:
-        """See `PackedDocuments`."""
-        return len(self.keys) == 2
 
     def batches(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray | None]]:
         """See `PackedDocuments`."""
