@@ -25,11 +25,11 @@ generate --image, generate --video, generate --run, profile goodput runs, doctor
 init --tokenizer, init --from, inside lens path, inside lens --run, data picture files, inside patch path, inside patch
 --run, plan files, data prepare inputs, data prepare --job, profile profiles, replay run, replay --from, report runs,
 resume run, resume --from, run --resume, run files, runs folders, inside sae run, inside sae files, show run, submit
-files, submit --preset, submit --status, inside taps store, watch runs, weights inspect folder, weights import folder,
+files, submit --on, inside taps store, watch runs, weights inspect folder, weights import folder,
 weights import --tokenizer, weights export run, weights verify first, weights verify second, weights verify --prompts,
 launch local --resume, launch local files, plan --calibrate, ladder plan ladder, ladder plan --calibrate,
 ladder run ladder, ladder fit ladder, ladder fit --points, ladder predict ladder, ladder predict --points,
-ladder report ladder, ladder report --points, ladder submit ladder, ladder submit --preset,
+ladder report ladder, ladder report --points, ladder submit ladder, ladder submit --on,
 ladder check-coordinates files, ladder critical-batch run, data mix plan mix, data mix run mix,
 data mix fit mix, data mix fit --results, data mix write mix, data mix write --results, data mix write --job
 """

@@ -80,7 +80,7 @@ TRAINS = re.compile(r"forge-run( \S+\.toml)+$")
 SCRIPT = re.compile(r"python (\w+\.py)$")
 """Such commands are run in this process: a new one would spend most of its time on importing torch."""
 
-LOOKS = re.compile(r"forge-run (check|explain|plan|new-plugin|plugins|submit(?=.* --dry-run)|--help|--version)\b")
+LOOKS = re.compile(r"forge-run (check|explain|plan|new-plugin|plugins|submit(?=.* --print)|--help|--version)\b")
 """Commands that take a moment, or half a minute, and change nothing but that they write new files."""
 
 PLANS = re.compile(r"forge-run plan configs/\S+\.toml( --\S+[= ]\S+)*")

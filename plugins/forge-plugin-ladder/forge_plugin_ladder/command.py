@@ -31,7 +31,7 @@ EXAMPLES = (
     "forge-run ladder plan ladder.toml",
     "forge-run ladder plan ladder.toml --gpu h100",
     "forge-run ladder run ladder.toml --parallel 2",
-    "forge-run ladder submit ladder.toml --preset=cluster.toml -- --qos=high",
+    "forge-run ladder submit ladder.toml --on=slurm.toml -- --qos=high",
     "forge-run ladder fit ladder.toml",
     "forge-run ladder fit ladder.toml --points measured.json",
     "forge-run ladder predict ladder.toml --flops 1e20 1e21",
@@ -74,11 +74,11 @@ def _parser() -> argparse.ArgumentParser:
     submit = add("submit", submit_ladder)
     submit.usage = "forge-run ladder submit [OPTIONS] LADDER.toml [-- SBATCH OPTIONS]"
     if find_spec(LAUNCH) is not None:
-        from forge_plugin_launch.slurm.submit import add_cluster_options
+        from forge_plugin_launch.submit import add_cluster_options
 
         add_cluster_options(submit)
     submit.add_argument("--at-once", type=positive, default=0, metavar="N", help="runs at the same time (all)")
-    submit.add_argument("--dry-run", action="store_true", help="print the scripts; nothing is written or queued")
+    submit.add_argument("--print", action="store_true", help="print the scripts; nothing is written or queued")
     predict, report = add("predict", predict_ladder), add("report", report_ladder)
     predict.add_argument(
         "--flops", type=float, nargs="+", required=True, metavar="C", help="budgets, by the model's own count"
@@ -241,16 +241,19 @@ def run_ladder(options: argparse.Namespace) -> int:
 def submit_ladder(options: argparse.Namespace) -> int:
     """Queue the runs that have not finished on SLURM, as arrays; branches wait for their trunks."""
     from forge_plugin_ladder.submission import Queue, submit
-    from forge_plugin_launch.slurm.submit import checked_options, cluster_of
+    from forge_plugin_launch.slurm.cluster import SlurmCluster
+    from forge_plugin_launch.submit import cluster_of
 
     files = _Files.of(options)
     cluster, problems = cluster_of(options)
+    if not isinstance(cluster, SlurmCluster):
+        # Branches wait for jobs of their trunks, which other types cannot express yet
+        raise JobError.at("cluster.type", "must be slurm: a ladder is queued as arrays, of which one waits for another")
     queue = Queue(
-        cluster=cluster,
+        cluster=cluster.with_options(options.sbatch),
         problems=problems,
-        options=checked_options(options.sbatch),
         at_once=options.at_once,
-        dry_run=options.dry_run,
+        print_only=options.print,
     )
     submit(files.planned(), files.base, files.out, files.ladder.trunk, queue, partial(print, flush=True))
     return ExitCode.FINISHED

@@ -15,13 +15,14 @@ from forge_kit.tools.outputs import mark_output
 from forge_plugin_ladder.planned import Planned
 from forge_plugin_ladder.runs import RUNS, settle, start_of, trials_of
 from forge_plugin_launch.slurm import scheduler
+from forge_plugin_launch.slurm.queueing import printed_array, queue_array, script_of
 from forge_plugin_launch.slurm.records import FOLDER, SUBMISSION, read_json
-from forge_plugin_launch.slurm.submit import Submission
+from forge_plugin_launch.submit import Request
 from forge_plugin_runs.compare.comparison import Comparison
 from forge_plugin_runs.compare.grid import Trial, check_jobs
 
 if TYPE_CHECKING:
-    from forge_plugin_launch.slurm.cluster import Cluster
+    from forge_plugin_launch.slurm.cluster import SlurmCluster
     from forge_plugin_launch.slurm.script import RunScript
 
 
@@ -29,14 +30,12 @@ if TYPE_CHECKING:
 class Queue:
     """Where and how runs are queued."""
 
-    cluster: Cluster
+    cluster: SlurmCluster
     problems: Sequence[Problem]
     """Of the cluster's file, to be raised with the jobs' own."""
-    options: tuple[str, ...]
-    """Further options of sbatch."""
     at_once: int
     """Runs of an array at the same time; 0: all."""
-    dry_run: bool
+    print_only: bool
     """Print the scripts, and write and queue nothing."""
 
 
@@ -69,18 +68,21 @@ def submit(
         is_coming = run.trunk in waiting or bool(jobs[run.trunk])
         waiting[run.name] = _from_trunk(waiting[run.name], run, folders[run.trunk], is_coming, say)
     # Both are checked before either is queued
-    parts = [(part, *_checked([waiting[run.name] for run in part], queue)) for part in (whole, branches) if part]
-    for part, submission, scripts in parts:
+    parts = [(part, _checked([waiting[run.name] for run in part], queue)) for part in (whole, branches) if part]
+    for part, scripts in parts:
         # The trunks of the first array have jobs by now
         trunks = {run.trunk for run in part if is_branching and run.trunk}
         coming = [name for name in trunks if name in waiting or jobs[name]]
-        groups = {"JOB"} if queue.dry_run and coming else {_group(folders[name]) for name in coming}
+        groups = {"JOB"} if queue.print_only and coming else {_group(folders[name]) for name in coming}
         # A folder of the user's may have data in it, and gets no mark
-        if not (queue.dry_run or out.exists()):
+        if not (queue.print_only or out.exists()):
             out.mkdir(parents=True)
             mark_output(out)
-        submission.array(scripts, queue.at_once, queue.dry_run, sorted(groups - {""}))
-        if not queue.dry_run:
+        after = sorted(groups - {""})
+        if queue.print_only:
+            print(printed_array(scripts, queue.at_once, after), end="")
+        else:
+            print(*queue_array(scripts, queue.at_once, after), sep="\n")
             _note(comparison, [waiting[run.name] for run in part])
     if not parts:
         say("nothing to queue")
@@ -94,16 +96,15 @@ def _from_trunk(trial: Trial, run: Planned, trunk: Path, is_coming: bool, say: C
     return start_of(trial, run, trunk, say)
 
 
-def _checked(trials: Sequence[Trial], queue: Queue) -> tuple[Submission, list[RunScript]]:
-    submission = Submission(
+def _checked(trials: Sequence[Trial], queue: Queue) -> list[RunScript]:
+    request = Request(
         groups=[[str(trial.cell.job)] for trial in trials],
         overrides=(),
         cluster=queue.cluster,
-        options=queue.options,
         own_overrides=[trial.overrides for trial in trials],
         arguments=[trial.arguments for trial in trials],
     )
-    return submission, submission.check(queue.problems)
+    return [script_of(queue.cluster, run) for run in request.check(queue.problems)]
 
 
 def _note(comparison: Comparison, trials: Sequence[Trial]) -> None:
@@ -119,7 +120,7 @@ def _note(comparison: Comparison, trials: Sequence[Trial]) -> None:
 def _queued_as(comparison: Comparison, trial: Trial) -> str:
     """The job with which a run is queued or running; empty if it is not."""
     entry = comparison.record.entries.get(trial.name)
-    # Another job under the same name is not this one: `Submission.check` refuses it while that is queued
+    # Another job under the same name is not this one: `Request.check` refuses it while that is queued
     if entry is None or entry.queued != trial.digest or entry.digest:
         return ""
     job = str(read_json(comparison.out / RUNS / trial.name / FOLDER / SUBMISSION).get("job", ""))

@@ -112,7 +112,7 @@ def test_a_run_that_failed_is_queued_again_and_its_point_marked(here, capsys):
     assert main([*words_of("small-800-tokens"), "--train.non_finite=stop", "--optimizer.lr=1e30"]) != ExitCode.FINISHED
     program("squeue", "exit 0")
     capsys.readouterr()
-    assert command(["submit", "ladder.toml", "--dry-run"]) == ExitCode.FINISHED
+    assert command(["submit", "ladder.toml", "--print"]) == ExitCode.FINISHED
     out = capsys.readouterr().out
     assert out.count("--dependency=afterany:JOB") == 1
     assert "--array=0-0" in out
@@ -123,7 +123,7 @@ def test_a_run_that_failed_is_queued_again_and_its_point_marked(here, capsys):
     assert ends == {"small-800-tokens": "exit code 76", "small-80-tokens": "queued"}
     # A branch whose trunk has ended starts from what that has saved
     (here / "ladder.toml").write_text(LADDER.replace("[80, 800]", "[80]"))
-    assert command(["submit", "ladder.toml", "--dry-run"]) == ExitCode.FINISHED
+    assert command(["submit", "ladder.toml", "--print"]) == ExitCode.FINISHED
     assert "--resume" not in capsys.readouterr().out
 
 
@@ -145,4 +145,4 @@ def test_what_is_missing_is_named(here, monkeypatch):
     found = importlib.util.find_spec
     monkeypatch.setattr(module, "find_spec", lambda name: None if name == "forge_plugin_launch" else found(name))
     with pytest.raises(JobError, match=r"by forge-plugin-launch, which is not installed\n.*pip install"):
-        command(["submit", "ladder.toml", "--preset=cluster.toml"])
+        command(["submit", "ladder.toml", "--on=cluster.toml"])

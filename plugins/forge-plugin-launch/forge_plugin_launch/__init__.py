@@ -1,1 +1,5 @@
-"""Starting runs: SLURM jobs that continue after preemptions and failures, and elastic restarts on one machine."""
+"""Commands that start runs: on SLURM and other clusters, and on one machine, again when they end early."""
+
+from forge_plugin_launch.clusters import Cluster, Status, SubmittedRun
+
+__all__ = ["Cluster", "Status", "SubmittedRun"]

@@ -1,19 +1,22 @@
-"""Settings of a cluster for submitting runs: `[submit]` of a separate file, and options of the command."""
+"""Type `slurm` of kind `cluster`: what to ask SLURM for, and when to queue a run again."""
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 import attrs
 from attrs import field, frozen
-from attrs.validators import deep_iterable, ge, gt, in_
+from attrs.validators import deep_iterable, ge, in_
 
-from forge_core.config.structure import INVALID, structure
-from forge_core.config.tree import read_job
-from forge_core.contracts.errors import JobError, Problem
-from forge_core.plugins.catalog import Catalog
+from forge_core.contracts.errors import ExitCode, JobError, Problem
+from forge_core.job import Job
+from forge_plugin_launch.clusters import Cluster, Status, SubmittedRun
+from forge_plugin_launch.slurm import scheduler
 from forge_plugin_launch.slurm.decision import REQUEUED
-from forge_plugin_launch.slurm.scheduler import parse_duration
+from forge_plugin_launch.slurm.records import CURRENT, FOLDER, SUBMISSION, read_json
+from forge_plugin_launch.slurm.scheduler import SlurmError, parse_duration
 
 OURS = (
     *("array", "chdir", "gpus-per-node", "job-name", "nodes", "ntasks", "ntasks-per-node", "no-requeue", "open-mode"),
@@ -23,7 +26,10 @@ OURS = (
 _LONG = "array chdir job-name nodes ntasks output cpus-per-task partition account time exclude"
 SHORT = dict(zip("aDJNnocpAtx", _LONG.split(), strict=True))
 KEYS = {"partition", "account", "time", "nodes", "gpus-per-node", "cpus-per-task", "exclude"}
+FLAGS = KEYS - {"exclude"}
+"""Keys that are options of the command, too."""
 LEAST_MARGIN_S = 60.0
+HOOK = "--hooks.slurm.type=forge-plugin-launch/slurm"
 
 
 def _time(_: object, __: attrs.Attribute, value: str) -> None:
@@ -42,8 +48,8 @@ def _sbatch(_: object, __: attrs.Attribute, value: Mapping[str, object]) -> None
 
 
 @frozen(kw_only=True)
-class Cluster:
-    """`[submit]`: what to ask SLURM for, and when to queue a run again."""
+class SlurmCluster(Cluster):
+    """SLURM: runs stop before the time limit, and are queued again until they have finished."""
 
     partition: str = ""
     """Partition of SLURM; empty: the cluster's default."""
@@ -51,9 +57,6 @@ class Cluster:
     """Account to charge; empty: the user's default."""
     time: str = field(default="", validator=_time)
     """Time limit of one attempt, as sbatch takes it: `12:00:00`, `2-00`. Empty: the partition's."""
-    nodes: int = field(default=1, validator=gt(0))
-    gpus_per_node: int = field(default=0, validator=ge(0))
-    """GPUs of a node, each of which gets a rank. 0: none are asked for."""
     tasks_per_node: int = field(default=0, validator=ge(0))
     """Ranks of a node; 0: one a GPU, or one where there are no GPUs."""
     cpus_per_task: int = field(default=0, validator=ge(0))
@@ -74,12 +77,7 @@ class Cluster:
     @property
     def ranks_per_node(self) -> int:
         """Tasks that srun starts on each node."""
-        return self.tasks_per_node or self.gpus_per_node or 1
-
-    @property
-    def world_size(self) -> int:
-        """Ranks of a run."""
-        return self.nodes * self.ranks_per_node
+        return self.tasks_per_node or super().ranks_per_node
 
     def time_problem(self, margin_s: float) -> str:
         """Why no step would be made before the hook `slurm` stops; empty if some will."""
@@ -88,29 +86,102 @@ class Cluster:
             return ""
         return f"{self.time!r} is {limit:.0f} s, and the run stops {margin:.0f} s before its end (hooks.slurm.margin_s)"
 
+    def with_options(self, options: Sequence[str]) -> SlurmCluster:
+        """Returns this cluster with options of sbatch, which override the file's."""
+        return attrs.evolve(self, sbatch={**self.sbatch, **_options(options)})
 
-@frozen(kw_only=True)
-class ClusterFile:
-    """A cluster file."""
+    def own_overrides(self, job: Job) -> Iterable[str]:
+        """The hook `slurm`, unless the job has it."""
+        from forge_plugin_launch.slurm.hook import Slurm
 
-    submit: Cluster = field(factory=Cluster)
+        has_hook = any(isinstance(hook, Slurm) for hook in job.hooks.values()) or "slurm" in job.hooks
+        return () if has_hook else (HOOK,)
+
+    def run_problems(self, job: Job) -> Iterable[Problem]:
+        """Whether the run is queued already, or in use, or too short for its margin."""
+        from forge_plugin_launch.slurm.queueing import run_problems
+
+        return run_problems(job, self)
+
+    def rendered(self, run: SubmittedRun) -> str:
+        """The batch script."""
+        from forge_plugin_launch.slurm.queueing import script_of
+
+        return script_of(self, run).text()
+
+    def submit(self, run: SubmittedRun) -> Iterable[str]:
+        """Write the script into the run folder, and queue it."""
+        from forge_plugin_launch.slurm.queueing import queue, script_of
+
+        return queue(script_of(self, run))
+
+    def rendered_array(self, runs: Sequence[SubmittedRun], at_once: int) -> str:
+        """The scripts of the array and of its runs."""
+        from forge_plugin_launch.slurm.queueing import printed_array, script_of
+
+        return printed_array([script_of(self, run) for run in runs], at_once)
+
+    def submit_array(self, runs: Sequence[SubmittedRun], at_once: int) -> Iterable[str]:
+        """Queue runs as the tasks of one array."""
+        from forge_plugin_launch.slurm.queueing import queue_array, script_of
+
+        return queue_array([script_of(self, run) for run in runs], at_once)
+
+    def status(self, run: SubmittedRun) -> Status:
+        """Of the queue, else of the last attempt."""
+        from forge_plugin_launch.slurm.status import state_of
+
+        return state_of(run.folder)
+
+    def show(self, run: SubmittedRun, is_json: bool) -> None:
+        """Print the queue, the attempts and the step."""
+        from forge_plugin_launch.slurm.status import print_status
+
+        print_status(run.folder, is_json=is_json)
+
+    def logs(self, run: SubmittedRun, follow: bool) -> int:
+        """Print the log that all attempts of the last job write to."""
+        log = self._submission(run.folder).get("log", "")
+        # SLURM creates it when the job starts
+        if not Path(log).is_file():
+            raise JobError(f"{log} is not there yet: the job has not begun")
+        if follow:
+            return subprocess.run(["tail", "-n", "+1", "-f", log], check=False).returncode
+        print(Path(log).read_text(encoding="utf-8", errors="backslashreplace"), end="")
+        return ExitCode.FINISHED
+
+    def stop(self, run: SubmittedRun) -> Iterable[str]:
+        """Have the run save and end, which is not queued again; a job that waits is cancelled."""
+        job = self._submission(run.folder)["job"]
+        is_under_way = bool(read_json(run.folder / FOLDER / CURRENT))
+        try:
+            # Of a job that waits there is nothing to save, and SLURM signals none
+            scheduler.ask("scancel", *(["--signal=USR1"] if is_under_way else []), job)
+        except SlurmError as error:
+            raise JobError(f"job {job} was not stopped: {error}") from error
+        saves = "saves and ends" if is_under_way else "was waiting, and is cancelled"
+        return [f"{run.name}: job {job} {saves}; forge-run submit with the same job continues it"]
+
+    def _submission(self, folder: Path) -> Mapping[str, str]:
+        submission = read_json(folder / FOLDER / SUBMISSION)
+        if not submission:
+            raise JobError(f"{folder} was not submitted by `forge-run submit`: it has no {FOLDER}/{SUBMISSION}")
+        return submission
 
 
-def read_cluster(preset: str | None, options: Iterable[str]) -> tuple[Cluster, Sequence[Problem]]:
-    """Reads a cluster file, and lays options of the command line (`nodes=8`) over it.
-
-    Returns:
-        The settings, in which defaults stand for keys that are wrong, and every problem.
-    """
-    try:
-        root, problems = read_job([preset] if preset else [], [f"submit.{option}" for option in options])
-    except JobError as error:
-        return Cluster(), error.problems
-    file, findings = structure(root, ClusterFile, Catalog([]))
-    problems = [*problems, *findings.problems]
-    return Cluster() if file is INVALID else file.submit, [_as_option(problem) for problem in problems]
-
-
-def _as_option(problem: Problem) -> Problem:
-    """The flag as it was written: `--nodes=0`, and not the key that it sets."""
-    return attrs.evolve(problem, origin=problem.origin.replace("--submit.", "--"))
+def _options(options: Sequence[str]) -> dict[str, str | bool]:
+    """Options of sbatch by name; a `JobError` names one that has an option here."""
+    found: dict[str, str | bool] = {}
+    for option in options:
+        if not option.startswith("-"):
+            raise JobError(f"-- {option}: options of sbatch are written --name=value")
+        name, equals, value = option.lstrip("-").partition("=")
+        if not option.startswith("--"):
+            # The value of a short option may follow without a space: -N4
+            name, value, equals = option[1:2], option[2:].removeprefix("="), option[2:]
+        plain = name if option.startswith("--") else SHORT.get(name, name)
+        if plain in OURS:
+            here = f"write --{plain} before the --" if plain in FLAGS else "forge-run submit sets it itself"
+            raise JobError(f"-- {option}: {here}")
+        found[name] = value if equals else True
+    return found

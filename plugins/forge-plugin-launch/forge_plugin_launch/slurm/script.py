@@ -10,7 +10,7 @@ from pathlib import Path
 from attrs import frozen
 
 from forge_kit.tools.outputs import MARK
-from forge_plugin_launch.slurm.cluster import Cluster
+from forge_plugin_launch.slurm.cluster import SlurmCluster
 from forge_plugin_launch.slurm.records import FOLDER, SCRIPT
 
 
@@ -25,11 +25,9 @@ class RunScript:
     """Working directory, in which relative paths of the job start."""
     words: tuple[str, ...]
     """Job files and overrides."""
-    cluster: Cluster
+    cluster: SlurmCluster
     excluded: tuple[str, ...] = ()
     """Nodes that failed twice in earlier attempts."""
-    options: tuple[str, ...] = ()
-    """Further options of sbatch from the command line."""
 
     def text(self) -> str:
         """Returns the text of `submit.sh`."""
@@ -39,7 +37,7 @@ class RunScript:
     def _header(self) -> Iterator[str]:
         own = {"job-name": self.name, "output": self.run / FOLDER / "%j.log"}
         yield from _directives(own)
-        yield from shared_directives(self.cluster, self.excluded, self.work, self.options)
+        yield from shared_directives(self.cluster, self.excluded, self.work)
 
     def _command(self) -> str:
         # `exec`: one process less between SLURM and the program that has to know what SLURM does
@@ -61,9 +59,7 @@ class RunScript:
         return "exec " + " \\\n  ".join(shlex.join(part) for part in parts)
 
 
-def shared_directives(
-    cluster: Cluster, excluded: Sequence[str], work: Path, options: Sequence[str] = ()
-) -> Iterator[str]:
+def shared_directives(cluster: SlurmCluster, excluded: Sequence[str], work: Path) -> Iterator[str]:
     """Yields the `#SBATCH` lines that runs of one submission have in common."""
     yield from _directives({"chdir": work, "nodes": cluster.nodes, "ntasks-per-node": cluster.ranks_per_node})
     asked = {
@@ -78,7 +74,6 @@ def shared_directives(
     # Without --requeue SLURM refuses to queue the job again, also when it is asked to; one log for all attempts
     yield from ("#SBATCH --requeue", "#SBATCH --open-mode=append")
     yield from _directives(dict(cluster.sbatch))
-    yield from (f"#SBATCH {shlex.quote(option)}" for option in options)
 
 
 def _directives(options: dict[str, object]) -> Iterator[str]:
@@ -104,7 +99,7 @@ def array_text(scripts: Sequence[RunScript], at_once: int, output: Path, after: 
             *_directives(dict(own)),
             # Not in the scripts of the runs, which are queued again when those jobs are long forgotten
             *_directives({"dependency": f"afterany:{':'.join(after)}"} if after else {}),
-            *shared_directives(first.cluster, excluded, first.work, first.options),
+            *shared_directives(first.cluster, excluded, first.work),
             "",
             f"scripts=({paths})",
             # `exec` here too: signals to the batch script must reach the program, and no shell around it

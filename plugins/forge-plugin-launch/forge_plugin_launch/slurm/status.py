@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
 
 from forge_core.checkpoint.run_folder import RunFolder, refuse_file
-from forge_core.contracts.errors import ExitCode, JobError
+from forge_core.contracts.errors import JobError
 from forge_kit.tools.json_output import print_json
 from forge_kit.tools.run_owner import owner
 from forge_kit.tools.tables import columns
+from forge_plugin_launch.clusters import State, Status
 from forge_plugin_launch.slurm import scheduler
+from forge_plugin_launch.slurm.decision import ENDED
 from forge_plugin_launch.slurm.records import (
     CURRENT,
     FOLDER,
@@ -28,30 +30,57 @@ from forge_plugin_launch.slurm.records import (
 )
 from forge_plugin_launch.slurm.scheduler import SlurmError
 
+ENDS: Mapping[str, State] = {"finished": "finished", "stopped": "stopped", "cancelled": "stopped"}
+"""States of kinds of end after which a run is not queued again; others have failed."""
 SHOWN = 20
 """Attempts that are shown, the last ones."""
 
 
-def print_status(run: Path, *, is_json: bool = False) -> int:
+def print_status(run: Path, *, is_json: bool = False) -> None:
     """Print the status of a run that was submitted; needs neither the queue nor a running job."""
+    submission, attempts = _submitted(run)
+    job = submission.get("job", attempts[-1].job if attempts else "")
+    under_way = read_json(run / FOLDER / CURRENT)
+    every = [*attempts, *([attempt_of(under_way)] if under_way else [])]
+    if is_json:
+        print_json(_facts(run, job, every))
+        return
+    print(columns([*_summary(run, job, attempts)]))
+    if every:
+        rows = [["attempt", "job", "nodes", "began", "lasted", "steps", "code", "end"]]
+        numbered = list(enumerate(every, start=1))
+        print("\n" + columns(rows + [_row(number, attempt) for number, attempt in numbered[-SHOWN:]]))
+
+
+def state_of(run: Path) -> Status:
+    """Returns what has become of a run, by the queue and its attempts.
+
+    Raises:
+        JobError: it was not submitted.
+    """
+    submission, attempts = _submitted(run)
+    job = submission.get("job", attempts[-1].job if attempts else "")
+    queue = _queue(job)
+    # Written by the batch script, so that a queue that does not answer hides no running job
+    if read_json(run / FOLDER / CURRENT):
+        return Status(state="running", words=queue, id=job)
+    # After a failure of its node the script has not noted the end, and the next start does
+    last = attempts[-1] if attempts else None
+    if last is None:
+        return Status(state="queued", words=queue, id=job)
+    state = ENDS.get(last.kind, "failed") if last.action == ENDED else "recovering"
+    return Status(state=state, words=last.reason, id=job)
+
+
+def _submitted(run: Path) -> tuple[Mapping[str, Any], list[SlurmAttempt]]:
+    """The submission of a run, and its attempts."""
     refuse_file(run)
     if not run.is_dir():
         raise JobError(f"{run}: no such run folder")
     submission, attempts = read_json(run / FOLDER / SUBMISSION), read_attempts(run)
     if not submission and not attempts:
         raise JobError(f"{run} was not submitted by `forge-run submit`: it has no {FOLDER}/{SUBMISSION}")
-    job = submission.get("job", attempts[-1].job if attempts else "")
-    under_way = read_json(run / FOLDER / CURRENT)
-    every = [*attempts, *([attempt_of(under_way)] if under_way else [])]
-    if is_json:
-        print_json(_facts(run, job, every))
-        return ExitCode.FINISHED
-    print(columns([*_summary(run, job, attempts)]))
-    if every:
-        rows = [["attempt", "job", "nodes", "began", "lasted", "steps", "code", "end"]]
-        numbered = list(enumerate(every, start=1))
-        print("\n" + columns(rows + [_row(number, attempt) for number, attempt in numbered[-SHOWN:]]))
-    return ExitCode.FINISHED
+    return submission, attempts
 
 
 def _facts(run: Path, job: str, attempts: Sequence[SlurmAttempt]) -> dict[str, Any]:

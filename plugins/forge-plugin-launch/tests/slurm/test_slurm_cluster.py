@@ -112,7 +112,7 @@ def submitted(cluster: SlurmCluster, *words: str) -> str:
 def stand_in(cluster: SlurmCluster, what: str, name: str, *words: str, sbatch: tuple[str, ...] = ()) -> str:
     """Queue the script of a run whose ranks are `TASK`."""
     Path("task.py").write_text(TASK.replace("NAME", name))
-    script = cluster.run("forge-run", "submit", "job.toml", f"--job.name={name}", "--dry-run", *words, cwd=Path.cwd())
+    script = cluster.run("forge-run", "submit", "job.toml", f"--job.name={name}", "--print", *words, cwd=Path.cwd())
     script = re.sub(r"-m forge_core run .*", f"task.py {shlex.quote(what)}", script)
     script = re.sub(rf"(/runs/{name}) ", r"\1${SLURM_ARRAY_TASK_ID} ", script)  # each task of an array has its own
     Path(f"runs/{name}/slurm").mkdir(parents=True)
@@ -252,8 +252,8 @@ def test_the_same_error_after_the_same_step_ends_the_job(cluster: SlurmCluster, 
 
 
 def test_a_job_that_comes_no_further_is_held(cluster: SlurmCluster, folder: Path) -> None:
-    Path("cluster.toml").write_text("[submit]\nmax_idle_restarts = 1\n")
-    job = stand_in(cluster, "fail", "idle", "--preset=cluster.toml")
+    Path("cluster.toml").write_text("[cluster]\nmax_idle_restarts = 1\n")
+    job = stand_in(cluster, "fail", "idle", "--on=cluster.toml")
     cluster.hasten(job)
     cluster.until(lambda: len(attempts("idle")) == 2, "the second attempt has ended")
     cluster.until(lambda: "held" in cluster.state(job).lower(), "it is held")

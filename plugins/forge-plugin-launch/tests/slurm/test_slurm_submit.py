@@ -19,7 +19,7 @@ from forge_testing.tiny import TINY_JOB
 
 JOB = TINY_JOB.replace("global_batch_size = 4", "global_batch_size = 16") + '[job]\nname = "NAME"\n'
 CLUSTER = """
-[submit]
+[cluster]
 partition = "gpu"
 account = "physics"
 time = "12:00:00"
@@ -30,7 +30,7 @@ max_idle_restarts = 2
 requeue = ["preempted", "time"]
 setup = ["module load cuda"]
 srun = ["--mpi=none"]
-[submit.sbatch]
+[cluster.sbatch]
 qos = "high"
 exclusive = true
 """
@@ -64,7 +64,7 @@ def directives(script: str) -> list[str]:
 
 
 def test_the_script_has_what_the_cluster_file_the_options_and_sbatch_say(submit: Run) -> None:
-    code, script, _ = submit("job.toml", "--preset=cluster.toml", "--nodes=2", "--dry-run", "--", "--mem=0")
+    code, script, _ = submit("job.toml", "--on=cluster.toml", "--nodes=2", "--print", "--", "--mem=0")
     assert code == 0
     assert not Path("runs").exists()
     here = Path.cwd()
@@ -102,7 +102,7 @@ def test_the_script_has_what_the_cluster_file_the_options_and_sbatch_say(submit:
 
 
 def test_an_option_is_over_the_cluster_file_and_the_users_own_hook_stays(submit: Run) -> None:
-    options = ("--preset=cluster.toml", "--time=1-00", "--gpus-per-node=4", "--hooks.slurm.margin_s=300", "--dry-run")
+    options = ("--on=cluster.toml", "--time=1-00", "--gpus-per-node=4", "--hooks.slurm.margin_s=300", "--print")
     _, script, _ = submit("job.toml", *options)
     assert {"--time=1-00", "--ntasks-per-node=4"} <= set(directives(script))
     assert script.endswith("run job.toml --hooks.slurm.margin_s=300\n")
@@ -111,10 +111,10 @@ def test_an_option_is_over_the_cluster_file_and_the_users_own_hook_stays(submit:
 def test_every_mistake_is_named_before_anything_is_queued(submit: Run) -> None:
     program("sbatch", ": > queued; echo 17")
     Path("cluster.toml").write_text(CLUSTER.replace("partition", "partiton").replace('"time"]', '"tme"]'))
-    code, _, err = submit("job.toml", "--preset=cluster.toml", "--nodes=3", "--train.stps=3", "--time=1:0:0:0")
+    code, _, err = submit("job.toml", "--on=cluster.toml", "--nodes=3", "--train.stps=3", "--time=1:0:0:0")
     assert code == 2
-    assert not lacks(err, "cluster.toml:3", "submit.partiton", "'partition'")
-    assert not lacks(err, "submit.requeue", "tme")
+    assert not lacks(err, "cluster.toml:3", "cluster.partiton", "'partition'")
+    assert not lacks(err, "cluster.requeue", "tme")
     assert "--time=1:0:0:0" in err.replace("'", "").replace('"', "")
     assert not lacks(err, "--train.stps=3", "train.stps", "'steps'")
     assert not Path("queued").exists()
@@ -122,19 +122,20 @@ def test_every_mistake_is_named_before_anything_is_queued(submit: Run) -> None:
 
 
 def test_the_job_is_checked_with_the_ranks_of_the_allocation(submit: Run) -> None:
-    code, _, err = submit("job.toml", "--nodes=3", "--dry-run")
+    code, _, err = submit("job.toml", "--nodes=3", "--print")
     assert code == 2
     assert "train.global_batch_size" in err
-    assert submit("job.toml", "--nodes=4", "--dry-run")[0] == 0
+    assert submit("job.toml", "--nodes=4", "--print")[0] == 0
 
 
 REFUSED = {
-    "no time beside the margin": (["--time=1"], ["submit.time", "'1'", "60 s"]),
+    "no time beside the margin": (["--time=1"], ["cluster.time", "'1'", "60 s"]),
     "an option with a key of its own": (["--", "--nodes=2"], ["--nodes=2", "--nodes", "before"]),
     "an option of ours": (["--", "-J", "--open-mode=truncate"], ["-J"]),
     "another hook of that name": (["--hooks.slurm.type=./hook.py:Other"], ["hooks.slurm", "type"]),
     "a word that is no option": (["--", "high"], ["-- high", "--name=value"]),
-    "a status with a job": (["--status=runs/long"], ["--status"]),
+    "two commands": (["--status", "--stop"], ["--status", "--stop"]),
+    "to follow what is not shown": (["--follow"], ["--follow", "--logs"]),
     "JSON without a status": (["--json"], ["--json", "--status"]),
     "a limit of no array": (["--at-once=2"], ["--at-once", "--array"]),
     "no SLURM": ([], ["sbatch", "PATH"]),
@@ -159,15 +160,16 @@ def test_nothing_to_submit_is_refused(submit: Run, words: list[str], facts: list
     ("words", "facts"),
     [
         (["--", "--qos=high"], ["--status"]),
-        (["--train.steps=3"], ["--status"]),
-        (["--nodes=3"], ["--status"]),
+        (["--train.steps=3"], ["--train.steps=3", "runs/long is a run folder"]),
+        (["--nodes=3"], ["--nodes", "runs/long is a run folder"]),
+        (["--cluster.nodes=3"], ["cluster.nodes=3", "runs/long is a run folder"]),
         (["--array=jobs/*.toml"], ["--status"]),
         (["--at-once=3"], ["--status"]),
-        (["--dry-run"], ["--status"]),
+        (["--print"], ["--status", "--print"]),
     ],
 )
 def test_a_status_with_more_is_refused(submit: Run, words: list[str], facts: list[str]) -> None:
-    code, _, err = submit("--status=runs/long", *words)
+    code, _, err = submit("runs/long", "--status", *words)
     assert (code, lacks(err, *facts)) == (2, []), err
 
 
@@ -184,19 +186,19 @@ def test_an_option_of_the_cluster_file_that_has_a_key_of_its_own_is_refused(
     submit: Run, line: str, facts: list[str]
 ) -> None:
     Path("cluster.toml").write_text(f"{CLUSTER}{line}\n")
-    code, _, err = submit("job.toml", "--preset=cluster.toml", "--dry-run")
-    assert (code, lacks(err, "cluster.toml", "submit.sbatch", *facts)) == (2, []), err
+    code, _, err = submit("job.toml", "--on=cluster.toml", "--print")
+    assert (code, lacks(err, "cluster.toml", "cluster.sbatch", *facts)) == (2, []), err
 
 
 def test_a_run_that_trains_is_not_queued(submit: Run) -> None:
     with owned(Path("runs/long")):
-        code, _, err = submit("job.toml", "--dry-run")
+        code, _, err = submit("job.toml", "--print")
     assert (code, lacks(err, "job.name", "runs/long", f"process {os.getpid()}")) == (2, []), err
 
 
 def test_slurms_own_refusal_is_shown_and_leaves_nothing(submit: Run) -> None:
     program("sbatch", 'echo "sbatch: error: invalid partition specified: gpu" >&2; exit 1')
-    code, _, err = submit("job.toml", "--preset=cluster.toml")
+    code, _, err = submit("job.toml", "--on=cluster.toml")
     assert (code, lacks(err, "sbatch: error: invalid partition specified: gpu")) == (2, [])
     assert not Path("runs").exists()
 
@@ -251,7 +253,7 @@ def test_a_script_by_hand_survives(submit: Run, name: str) -> None:
 
 def test_runs_of_an_array_that_would_share_a_folder_are_refused(submit: Run) -> None:
     Path("other.toml").write_text(JOB.replace("NAME", "long"))
-    code, _, err = submit("--array", "job.toml", "other.toml", "--dry-run")
+    code, _, err = submit("--array", "job.toml", "other.toml", "--print")
     assert code == 2
     assert not lacks(err, "other.toml: job.name", "'long'", "job.toml")
 
@@ -259,7 +261,7 @@ def test_runs_of_an_array_that_would_share_a_folder_are_refused(submit: Run) -> 
 def test_nodes_that_failed_twice_are_left_out_of_the_next_submission(submit: Run) -> None:
     Path("runs/long").mkdir(parents=True)
     append_attempt(Path("runs/long"), SlurmAttempt(job="3", began=0.0, excluded=("gpu03",)))
-    _, script, _ = submit("job.toml", "--preset=cluster.toml", "--dry-run")
+    _, script, _ = submit("job.toml", "--on=cluster.toml", "--print")
     assert "--exclude=gpu07,gpu03" in directives(script)
 
 
@@ -314,3 +316,91 @@ def test_half_a_line_of_the_attempts_is_no_attempt(tmp_path: Path) -> None:
         file.write('{"job": "1", "rest')
     append_attempt(tmp_path, SlurmAttempt(job="1", restart=2, began=0.0))
     assert [each.restart for each in read_attempts(tmp_path)] == [0, 2]
+
+
+def submitted(folder: str, job: str = "17") -> Path:
+    """A run that was queued as this job, whose log is there."""
+    run = Path(folder)
+    (run / "slurm").mkdir(parents=True)
+    log = run / "slurm" / f"{job}.log"
+    log.write_text("step 1\nstep 2\n")
+    (run / "slurm" / "submission.json").write_text(json.dumps({"job": job, "log": str(log)}))
+    return run
+
+
+def test_the_log_of_a_run_is_printed(submit: Run) -> None:
+    run = submitted("runs/long")
+    assert submit("--logs", str(run))[:2] == (0, "step 1\nstep 2\n")
+    (run / "slurm" / "17.log").unlink()
+    code, _, err = submit("job.toml", "--logs")
+    assert (code, lacks(err, "17.log", "has not begun")) == (2, [])
+
+
+@pytest.mark.parametrize(("under_way", "asked"), [(True, "--signal=USR1 17\n"), (False, "17\n")])
+def test_a_run_is_stopped_with_a_save_where_there_is_something_to_save(submit: Run, under_way, asked) -> None:
+    program("scancel", 'echo "$@" > asked')
+    run = submitted("runs/long")
+    if under_way:
+        (run / "slurm" / "current.json").write_text('{"job": "17", "began": 1.0}')
+    code, out, _ = submit("--stop", "runs/long")
+    assert (code, Path("asked").read_text()) == (0, asked)
+    assert "saves" in out if under_way else "cancelled" in out
+    program("scancel", "echo controller is away >&2; exit 1")
+    code, _, err = submit("--stop", "runs/long")
+    assert (code, lacks(err, "job 17", "controller is away")) == (2, [])
+
+
+OTHER = """
+from attrs import frozen
+from forge_plugin_launch import Cluster, Status
+
+
+@frozen(kw_only=True)
+class Hosts(Cluster):
+    '''Starts a run on hosts of a list, by ssh.'''
+
+    hosts: tuple[str, ...] = ()
+
+    def run_problems(self, job):
+        from forge_core import Problem
+
+        if len(self.hosts) != self.nodes:
+            yield Problem("cluster.hosts", f"has {len(self.hosts)} hosts for {self.nodes} nodes")
+
+    def rendered(self, run):
+        commands = [self.node_command(run, str(n), self.hosts[0]) for n in range(self.nodes)]
+        return "".join(f"{host}: {command}\\n" for host, command in zip(self.hosts, commands))
+
+    def submit(self, run):
+        return [f"{run.name}: started on {', '.join(self.hosts)}"]
+
+    def status(self, run):
+        return Status(state="running", words="up", id="7", facts={"hosts": list(self.hosts)})
+"""
+
+
+def test_another_type_of_cluster_is_one_file(submit: Run) -> None:
+    Path("hosts.py").write_text(OTHER)
+    Path("hosts.toml").write_text('[cluster]\ntype = "./hosts.py:Hosts"\nnodes = 2\nhosts = ["a", "b"]\n')
+    on = ("job.toml", "--on", "hosts.toml", "--cluster.gpus_per_node=2")
+    code, out, _ = submit(*on, "--train.steps=9", "--print")
+    assert (code, out.splitlines()[1]) == (
+        0,
+        'b: forge-run launch local job.toml --train.steps=9 --nproc=2 --nodes=2 --node="1" --address="a"',
+    )
+    assert submit(*on)[1] == "long: started on a, b\n"
+    assert json.loads(submit(*on, "--status", "--json")[1]) == {
+        "run": "long",
+        "job": "7",
+        "state": "running",
+        "words": "up",
+        "hosts": ["a", "b"],
+    }
+    # The job is checked with the ranks of the file: 16 samples are no multiple of 6
+    for nodes, words in (("3", ["train.global_batch_size"]), ("4", ["cluster.hosts", "2 hosts for 4 nodes"])):
+        code, _, err = submit(*on, f"--cluster.nodes={nodes}")
+        assert (code, lacks(err, *words)) == (2, []), err
+    code, _, err = submit(*on, "--", "--qos=high")
+    assert (code, lacks(err, "-- --qos=high", "no further options")) == (2, [])
+    code, _, err = submit("--array", "job.toml", "--on", "hosts.toml")
+    assert (code, lacks(err, "has no arrays")) == (2, [])
