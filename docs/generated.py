@@ -41,6 +41,7 @@ from forge_core.contracts.components import Component
 from forge_core.job import Job
 from forge_core.plugins.catalog import Catalog
 from forge_kit.tools.documented_keys import Key, class_doc, keys_of, one_paragraph
+from forge_plugin_author.error_ids import error_kinds
 from forge_plugin_author.explain import section_in
 
 COMMENT = re.compile(r"^<!-- generated: (\w+) ?(.*?) -->$", re.MULTILINE)
@@ -232,6 +233,12 @@ def names(trainer: str) -> str:
     return table(("There", "Forge"), [(", ".join(each), answer) for answer, each in answers.items()])
 
 
+def error_ids(_: str) -> str:
+    """Ids of errors, each with its meaning, the fix, and the page with more."""
+    rows = [(f"`{each.id}`", each.meaning, f"{each.fix} [More](/{each.page})") for each in error_kinds().values()]
+    return table(("id", "meaning", "fix"), rows)
+
+
 def notebook(name: str) -> str:
     """The cells of a notebook that is written as a script, in the format "py:percent" of Jupytext and editors."""
     cells = re.split(r"^# %%(.*)\n", (NOTEBOOKS / f"{name}.py").read_text(), flags=re.MULTILINE)[1:]
@@ -306,5 +313,6 @@ MAKERS = {
     "events": events,
     "screen": screen,
     "names": names,
+    "error_ids": error_ids,
     "notebook": notebook,
 }

@@ -155,12 +155,6 @@ class RunFolder:
         """The summary that its last start printed; empty before the first."""
         return path.read_text() if (path := self.path / "plan.txt").exists() else ""
 
-    def metrics_file(self) -> Path:
-        """The lines of metrics, where the job's logger `jsonl` writes them; they need not exist yet."""
-        loggers = self.job().get("loggers", {}).items()
-        tables = (table for name, table in loggers if table.get("type", name).rpartition("/")[2] == "jsonl")
-        return self.path / next((table["file"] for table in tables if "file" in table), METRICS)
-
     def end(self) -> End | None:
         """How its last start ended; None while one is under way, or if that was killed as a whole."""
         try:

@@ -152,11 +152,6 @@ def read_index(folder: Path) -> Index:
     return index if base is None else _with_base(folder, index, base)
 
 
-def base_of(folder: Path, names: Mapping[str, str]) -> dict[str, Any]:
-    """What a checkpoint records of its base, the one in `folder`: `names` has the base's names by its own."""
-    return {"path": str(folder.resolve()), "digest": manifest_digest(folder), "tensors": dict(names)}
-
-
 def base_folder(folder: Path, base: Mapping[str, Any]) -> Path:
     """The folder of a checkpoint's base; raises a `CheckpointError` if it is gone, or another checkpoint."""
     place = Path(base["path"])

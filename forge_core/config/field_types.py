@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeGuard, Union, get_args, get_origin
 import attrs
 
 from forge_core.contracts.components import AnyFloat, Component, FilePath
-from forge_core.contracts.errors import SURE, did_you_mean
+from forge_core.contracts.errors import SURE, closest, did_you_mean
 
 SCALARS: Mapping[type, tuple[type, ...]] = {bool: (bool,), int: (int,), float: (int, float), str: (str,), Path: (str,)}
 """Types of TOML values that each scalar type accepts. A bool is not an int here, though it is in Python."""
@@ -29,11 +29,18 @@ _SHORT.maxstring = _SHORT.maxother = 60
 
 
 class Mismatch(Exception):
-    """A value is not what its field expects. `correction` is TOML for what was probably meant."""
+    """A value is not what its field expects. `correction` is TOML for what was probably meant.
 
-    def __init__(self, message: str, correction: str | None = None) -> None:
+    The `Problem` has its `id` and its `suggestion`, which is the correction by default.
+    """
+
+    def __init__(
+        self, message: str, correction: str | None = None, id: str = "wrong-value", suggestion: str | None = None
+    ) -> None:
         super().__init__(message)
         self.correction = correction
+        self.id = id
+        self.suggestion = suggestion or correction
 
 
 def is_union(type_: Any) -> bool:
@@ -217,7 +224,7 @@ def unexpected(value: Any, type_: Any) -> Mismatch:
     if value[:1] in ("{", "["):  # an override that is not TOML, and so was taken for a bare string
         return Mismatch(f"{message}, which is not valid TOML; strings inside it need quotes")
     words = [word for member in members(type_) for word in choices(member) if isinstance(word, str)]
-    return Mismatch(message + did_you_mean(value, words, SURE), correction)
+    return Mismatch(message + did_you_mean(value, words, SURE), correction, suggestion=closest(value, words, SURE))
 
 
 def _corrected(value: Any, type_: Any) -> str | None:

@@ -130,10 +130,11 @@ class _Structurer:
         return ".".join(self._path)
 
     def _note(self, error: Mismatch | PluginError) -> None:
-        message, origin = str(error), self._root.innermost(self._here).origin
-        if isinstance(error, Mismatch) and error.correction is not None:
-            message += f"; write {flag(self._here, error.correction) if origin.is_flag else error.correction}"
-        self.findings.problems.append(Problem(self._here, message, str(origin)))
+        fault = error if isinstance(error, Mismatch) else Mismatch(str(error), id="broken-plugin")
+        message, origin = str(fault), self._root.innermost(self._here).origin
+        if fault.correction is not None:
+            message += f"; write {flag(self._here, fault.correction) if origin.is_flag else fault.correction}"
+        self.findings.problems.append(Problem(self._here, message, str(origin), None, fault.id, fault.suggestion))
 
     def _component(self, value: Mapping[str, Any], base: type[Component], default: str | None) -> Any:
         if "type" in value and not self._here.startswith(self._needed):
@@ -186,7 +187,7 @@ class _Structurer:
 
     def _named_class(self, table: Mapping[str, Any], base: type[Component]) -> type[Component]:
         if "type" not in table:
-            raise Mismatch(f"required key is missing; {self._installed(base)}")
+            raise Mismatch(f"required key is missing; {self._installed(base)}", id="missing-key")
         if not isinstance(table["type"], str):
             raise Mismatch(f"expected str, got {value_name(table['type'])}; {self._installed(base)}")
         return self._load(base, table["type"])
@@ -196,7 +197,7 @@ class _Structurer:
             return self._catalog.load(base.kind, type_, base)
         except UnknownTypeError as error:  # one line, after all problems, installs everything that the job lacks
             self.findings.missing.append(error.distribution)
-            raise Mismatch(error.message) from error
+            raise Mismatch(error.message, id="unknown-type", suggestion=error.likely) from error
 
     def _installed(self, base: type[Component]) -> str:
         return f"installed: {', '.join(self._catalog.types(base.kind)) or 'none'}"
@@ -258,12 +259,14 @@ class _Structurer:
         if is_section(type_):
             self.tables[self._here] = type_
             required = [key for key, f in resolved_fields(type_).items() if f.default is NOTHING]
-            raise Mismatch(f"required table is missing; add [{self._here}] with {', '.join(required)}")
+            raise Mismatch(
+                f"required table is missing; add [{self._here}] with {', '.join(required)}", None, "missing-key"
+            )
         base = component_in(type_)
         if base is None:
-            raise Mismatch(f"required key is missing; expected {type_name(type_)}")
+            raise Mismatch(f"required key is missing; expected {type_name(type_)}", id="missing-key")
         table = header(self._here, type_)
-        raise Mismatch(f"required table is missing; add {table} with a type; {self._installed(base)}")
+        raise Mismatch(f"required table is missing; add {table} with a type; {self._installed(base)}", id="missing-key")
 
     def complete(self, value: Any, type_: Any = Any, owner: type | None = None) -> Any:
         """A value with the components filled in that it names by type only. `owner` is the class whose field it is."""
@@ -313,7 +316,13 @@ class _Structurer:
             path = f"{table}.{key}" if table else key
             node = self._root.innermost(path)
             message = "unknown section" if not table and isinstance(node.value, dict) else "unknown key"
-            yield Problem(path, message + self._hint(table, key, node), str(node.origin))
+            yield Problem(
+                path,
+                message + self._hint(table, key, node),
+                str(node.origin),
+                id="unknown-key",
+                suggestion=closest(key, key_fields(self.tables[table]), SURE),
+            )
 
     def _hint(self, table: str, key: str, node: Node) -> str:
         cls, there = self.tables[table], self._root.innermost(table)

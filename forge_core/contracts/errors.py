@@ -44,6 +44,10 @@ class Problem:
     fits: Any = None
     """For a key that requires more than `train.steps`: the value that fits, or `LEFT_OUT`. If a later layer has
     shortened the run, this value is used, with a warning."""
+    id: str = "refused"
+    """Kind of mistake, which `forge-run explain` takes: set where a job is read, and this one for all rules."""
+    suggestion: str | None = None
+    """For programs: what may replace the key or the value at fault, or a command; None if nothing is likely."""
 
     def below(self, prefix: str) -> Problem:
         """The same problem, with its path below `prefix`."""

@@ -17,7 +17,7 @@ import re
 import sys
 import tomllib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
@@ -77,18 +77,22 @@ class Offer:
 
 
 class UnknownTypeError(PluginError):
-    """No installed distribution offers the type; `distribution` is the one to install, empty if none is known."""
+    """No installed distribution offers the type; `distribution` is the one to install, empty if none is known.
 
-    def __init__(self, message: str, distribution: str = "") -> None:
+    `likely` is an installed type that is spelt alike, or None.
+    """
+
+    def __init__(self, message: str, distribution: str = "", likely: str | None = None) -> None:
         super().__init__([Problem("", message), *install_line([distribution])])
         self.message = message  # without the line that installs it: a job has one such line for all that is missing
         self.distribution = distribution
+        self.likely = likely
 
 
-def install_line(distributions: Iterable[str]) -> list[Problem]:
+def install_line(names: Collection[str]) -> list[Problem]:
     """One line that installs distributions, as the last problem of an error; empty without any."""
-    names = dict.fromkeys(name for name in distributions if name)
-    return [Problem("", f"to install what is missing: pip install {' '.join(names)}")] if names else []
+    line = f"pip install {' '.join(dict.fromkeys(filter(None, names)))}"
+    return [Problem("", f"to install what is missing: {line}", "", None, "not-installed", line)] * any(names)
 
 
 class Catalog:
@@ -264,13 +268,13 @@ class Catalog:
         missing, distribution, installed = f"no {kind} {type_!r} is installed", "", self.types(kind)
         # Only distributions that exist are suggested: one that the job itself names, or one of Forge's own.
         known = {} if owner else first_party().get(kind, {})
-        likely = name if name in known else closest(name, {*installed, *known})
+        likely = None if name in known else closest(name, {*installed, *known})
         if owner and not self.distribution(owner):
             missing, distribution = f"{owner} is not installed", owner
         elif likely not in installed:
             distribution = known.get(closest(name, known, SURE) or "", "")
-        hint = f"; did you mean {likely!r}?" if likely not in (None, name) else "."
-        return UnknownTypeError(f"{missing}{hint} Installed: {', '.join(installed) or 'none'}", distribution)
+        hint = f"; did you mean {likely!r}?" if likely else "."
+        return UnknownTypeError(f"{missing}{hint} Installed: {', '.join(installed) or 'none'}", distribution, likely)
 
     def _stale(self, kind: str, owner: str, name: str) -> str:
         """Why a type is missing that an editable install (that of `owner`, if given) gained after it was installed."""

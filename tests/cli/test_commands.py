@@ -94,7 +94,8 @@ class TestCheck:
         assert by_key.keys() == {"train.steps", "train.sed", "model", "data", "optimizer"}
         message = by_key["train.steps"].pop("message")
         assert not lacks(message, "int", "str 'x'")
-        assert by_key["train.steps"] == {"file": str(job), "line": 2, "key": "train.steps"}
+        place = {"file": str(job), "line": 2, "key": "train.steps"}
+        assert by_key["train.steps"] == {**place, "id": "wrong-value", "suggestion": None}
         assert (by_key["train.sed"]["file"], by_key["train.sed"]["line"]) == ("--train.sed=1", None)
 
 
@@ -362,6 +363,8 @@ class TestExplain:
                     "doc": "Tokens per sequence.",
                 }
             ],
+            "fix": "",
+            "page": "",
         }
         [precision] = [key for key in facts("train")["keys"] if key["name"] == "precision"]
         assert (precision["choices"], precision["default"]) == (["bf16", "fp32", "fp64"], '"fp32"')

@@ -21,8 +21,8 @@ Run = Callable[..., tuple[int, str, str]]
 HEAVY = {"torch", "numpy", "rich"}
 LIGHT = {"forge_core.config.structure", "packaging", "pluggy", *HEAVY}
 """What must not be imported where nothing is read but metadata."""
-AUTHOR = {"forge_plugin_author", "forge_plugin_author.plugins", "forge_plugin_author.explain"}
-"""The command `plugins`, which imports nothing else of a plugin to list what is installed."""
+AUTHOR = {"forge_plugin_author", *(f"forge_plugin_author.{name}" for name in ("plugins", "explain", "error_ids"))}
+"""The commands `plugins` and `explain`, which import nothing else of a plugin to list what is installed."""
 CORE = Distribution("forge-run", "0.1.0")
 LORA = Distribution("forge-plugin-lora", "1.2.0")
 Capture = pytest.CaptureFixture[str]

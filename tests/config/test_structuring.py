@@ -203,7 +203,7 @@ class TestValidators:
         check_problems(findings.problems, at("word", "str", "int 3"), at("low", "int", "str 'x'"), number)
 
     def test_a_check_of_the_whole_class_is_told_at_its_table(self) -> None:
-        assert read({"first": 2}, Pair) == [Problem("", "first and second must differ")]
+        assert read({"first": 2}, Pair) == [Problem("", "first and second must differ", id="wrong-value")]
 
     def test_a_check_of_the_whole_class_is_not_blamed_for_a_default_that_stands_in(self) -> None:
         check_problems(read({"first": 2, "second": "x"}, Pair), at("second", "int", "str 'x'"))

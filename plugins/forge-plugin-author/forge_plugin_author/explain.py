@@ -1,4 +1,4 @@
-"""`forge-run explain`: the keys of the job file, from the classes that read them."""
+"""`forge-run explain`: the keys of the job file, from the classes that read them, and errors by their ids."""
 
 from __future__ import annotations
 
@@ -18,24 +18,38 @@ from forge_core.plugins.catalog import Catalog
 from forge_kit.tools.commands import wrapped
 from forge_kit.tools.documented_keys import Key, class_doc, keys_of, one_paragraph
 from forge_kit.tools.json_output import add_json, print_json
+from forge_plugin_author.error_ids import error_kinds
 
 HEADING = "extend"
 
 
 def command(argv: list[str]) -> int:
-    """Explain a section, component or key.
+    """Explain a section, component, key or error id.
 
-    The command lists keys with their types, defaults and allowed values.
+    The command lists keys with their types, defaults and allowed values. Error ids are in the problems
+    of `check --json`; the causes for which runs end, in `runs --json`, are ids too.
     """
     parser = argparse.ArgumentParser("forge-run explain", description=command.__doc__)
     parser.add_argument(
-        "path", nargs="?", default="", metavar="PATH", help="`train`, `optimizer`, `optimizer.adamw`, `train.steps` …"
+        "path", nargs="?", default="", metavar="PATH", help="`train`, `optimizer.adamw`, `train.steps`, `unknown-key` …"
     )
     add_json(parser)
-    with_examples(parser, "forge-run explain optimizer.adamw", "forge-run explain train.precision --json")
+    examples = ("optimizer.adamw", "train.precision --json", "unknown-key", "hang --json")
+    with_examples(parser, *(f"forge-run explain {example}" for example in examples))
     options, catalog = parser.parse_args(argv), Catalog.installed()
-    if options.json:
-        print_json(facts(find(options.path, catalog), catalog))
+    # Before anything is looked up: an id needs no component to be loaded, and a test keeps ids apart from names in jobs
+    if error := error_kinds().get(options.path):
+        keys = {"path": error.id, "doc": error.meaning, "types": [], "keys": []}
+        if options.json:
+            print_json({**keys, "fix": error.fix, "page": error.page})
+        else:
+            print(
+                "\n\n".join(
+                    [error.id, wrapped(error.meaning), f"{wrapped(f'fix: {error.fix}')}", f"page: {error.page}"]
+                )
+            )
+    elif options.json:
+        print_json({**facts(find(options.path, catalog), catalog), "fix": "", "page": ""})
     else:
         print(explain(options.path, catalog))
     return ExitCode.FINISHED
@@ -110,7 +124,7 @@ def _step(target: Target, rest: list[str], catalog: Catalog) -> tuple[int, Targe
     if len(owners) == 1:  # a type alone, which no other kind has
         return 0, Target(owners[0], kind=catalog.kind_base(owners[0]))
     # A type may have been given without its kind
-    likely = closest(rest[0], [*known, *by_type])
+    likely = closest(rest[0], [*known, *by_type, *error_kinds()])
     hint = f"; did you mean {by_type.get(likely, likely)!r}?" if likely else ""
     hint = f": {' or '.join(f'{kind}.{rest[0]}' for kind in owners)}?" if owners else hint
     hint = hint or f". There is: {', '.join(known) or 'nothing below it'}"

@@ -1,4 +1,4 @@
-"""`forge-run explain schema`: a JSON Schema (2020-12) of the job file, over the installed components, for editors."""
+"""`forge-run explain schema`: a JSON Schema (2020-12) of the job file, for editors, or of what a command prints."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from forge_core.config import field_types as types
 from forge_core.config.keys import Demand
 from forge_core.config.load import to_toml
 from forge_core.contracts.components import Component, DefaultType, FilePath
-from forge_core.contracts.errors import ExitCode, PluginError
+from forge_core.contracts.errors import ExitCode, JobError, PluginError, did_you_mean
 from forge_core.job import Job
 from forge_core.plugins.catalog import Catalog
 from forge_kit.tools.documented_keys import Key, class_doc, keys_of, one_paragraph
+from forge_kit.tools.json_output import print_json
+from forge_plugin_author.output_schemas import SCHEMAS
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 SCALARS = {bool: "boolean", int: "integer", float: "number", str: "string", Path: "string", FilePath: "string"}
@@ -37,17 +39,34 @@ HEADING = "extend"
 def command(argv: list[str]) -> int:
     """Print a JSON Schema of the job file, for editors.
 
-    Editors use it for completion and checks.
+    Editors use it for completion and checks. With a command, the schema is of its output with --json.
     """
     parser = argparse.ArgumentParser("forge-run explain schema", description=command.__doc__)
-    with_examples(parser, "forge-run explain schema > forge.schema.json")
-    parser.parse_args(argv)
+    outputs = f"a command, for the schema of its --json (the job file): {', '.join(SCHEMAS)}"
+    parser.add_argument("command", nargs="?", metavar="NAME", help=outputs)
+    with_examples(parser, "forge-run explain schema > forge.schema.json", "forge-run explain schema check")
+    options = parser.parse_args(argv)
+    if options.command:
+        print_json(output_schema(options.command))
+        return ExitCode.FINISHED
     schema, left_out = job_schema(Catalog.installed())
     print(json.dumps(schema, indent=2, ensure_ascii=False))
     # Apart from the schema, so that standard output can go into a file.
     for message in left_out:
         print(f"left out: {message}", file=sys.stderr)
     return ExitCode.FINISHED
+
+
+def output_schema(command: str) -> Schema:
+    """The schema of what a command prints with `--json`.
+
+    Raises:
+        JobError: none is published; the message lists the commands that have one.
+    """
+    if command not in SCHEMAS:
+        hint = did_you_mean(command, SCHEMAS) or f"; commands with one: {', '.join(SCHEMAS)}"
+        raise JobError(f"forge-run explain schema: there is no schema of {command!r}{hint}")
+    return {"$schema": DIALECT, "title": f"forge-run {command} --json", **SCHEMAS[command]}
 
 
 def job_schema(catalog: Catalog) -> tuple[Schema, list[str]]:

@@ -10,7 +10,8 @@ from attrs import frozen
 from torch import Size
 
 from forge_core.checkpoint.state import MODEL, model_tensors
-from forge_core.checkpoint.tensors import base_of, load_tensors, shared_index
+from forge_core.checkpoint.storage import manifest_digest
+from forge_core.checkpoint.tensors import load_tensors, shared_index
 from forge_core.contracts.errors import SHOWN, JobError, Problem, ResumeError, did_you_mean, listed
 from forge_core.contracts.runtime import SpreadStorage
 from forge_kit.tools.checkpoints import evaluated_names
@@ -64,7 +65,8 @@ def load(
     if based and folder.absolute() not in SpreadStorage.opened:
         # Of several tables, the first one with such tensors: a checkpoint has one base, and holds all else itself
         must_stay = model.base is None
-        model.base = model.base or base_of(folder, based)
+        itself = {"path": str(folder.resolve()), "digest": manifest_digest(folder), "tensors": based}
+        model.base = model.base or itself
     changed = [f"  accepted: {change}" for change in settings.accepted]
     changed += [f"  trained with another setting: {change}" for change in settings.others]
     if must_stay:

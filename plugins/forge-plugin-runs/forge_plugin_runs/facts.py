@@ -21,7 +21,7 @@ from forge_core.contracts.errors import CheckpointError, ExitCode, ForgeError, J
 from forge_core.contracts.run_end import End
 from forge_core.files import lines_from_end
 from forge_core.job import METRICS
-from forge_kit.tools.run_owner import owner
+from forge_kit.tools.run_owner import metrics_file, owner
 from forge_plugin_runs.life import LINES, START_S, Pulse, pulse_of
 
 State = Literal["running", "finished", "stopped", "died", "imported"]
@@ -144,7 +144,7 @@ def read_run(folder: Path) -> RunFacts:
     table = _job_table(folder, problems)
     user, lock = owner(folder), folder / LOCK
     checkpoints = _checkpoints(folder, problems)
-    metrics = RunFolder(folder).metrics_file() if table else folder / METRICS
+    metrics = metrics_file(folder) if table else folder / METRICS
     # Of a run that is running again, the file still has the end of an earlier start
     end = None if user else RunFolder(folder).end()
     trained, logged = last_records(metrics)
@@ -254,7 +254,7 @@ def read_pulse(folder: Path, table: Mapping[str, Any]) -> Pulse:
     start_s = float(table.get("launch", {}).get("start_timeout_s", START_S))
     # The owner has written its name into the lock as it started
     started = next(_modified([folder / LOCK]), None)
-    records = newest_records(RunFolder(folder).metrics_file(), LINES)
+    records = newest_records(metrics_file(folder), LINES)
     return pulse_of(records, now=time.time(), started=started, start_s=start_s)
 
 

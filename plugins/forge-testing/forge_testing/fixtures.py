@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from forge_core.checkpoint.run_folder import RunFolder
 from forge_core.contracts.components import TrainingHook
 from forge_core.engine.build import Run, build_context, build_run
 from forge_core.engine.trainer import Summary, Trainer
 from forge_core.job import Job
 from forge_core.plugins.catalog import Catalog
 from forge_core.plugins.manager import Plugins
+from forge_kit.tools.run_owner import metrics_file
 from forge_testing import catalogs, tiny_job
 from forge_testing.laws import TOGETHER, ranks_of
 from forge_testing.processes import prepare_to_fork
@@ -101,7 +101,7 @@ def lines() -> Callable[[Summary], list[dict[str, Any]]]:
     """The training lines of a finished run."""
 
     def read(summary: Summary) -> list[dict[str, Any]]:
-        text = RunFolder(summary.folder).metrics_file().read_text()
+        text = metrics_file(summary.folder).read_text()
         return [record for line in text.splitlines() if "loss" in (record := json.loads(line))]
 
     return read

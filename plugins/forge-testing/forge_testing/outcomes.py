@@ -11,12 +11,13 @@ import torch
 from attrs import define
 from torch import Tensor
 
-from forge_core.checkpoint.run_folder import RunFolder, storage_of
+from forge_core.checkpoint.run_folder import storage_of
 from forge_core.checkpoint.storage import read_manifest
 from forge_core.contracts.components import TrainingHook
 from forge_core.contracts.contexts import CheckpointContext, StepContext, TrainContext
 from forge_core.engine.trainer import Summary
 from forge_kit.tools.checkpoints import stored_tensors
+from forge_kit.tools.run_owner import metrics_file
 from forge_kit.tools.whole_tensors import read_whole
 
 TIMES = {"time", "tokens_per_second", "step_seconds", "mfu", "data_wait", "peak_memory_gb"}
@@ -70,7 +71,7 @@ class Die(TrainingHook):
 
 def metrics_of(summary: Summary) -> list[dict[str, Any]]:
     """Return the lines of `metrics.jsonl` of a run, without times."""
-    records = map(json.loads, RunFolder(summary.folder).metrics_file().read_text().splitlines())
+    records = map(json.loads, metrics_file(summary.folder).read_text().splitlines())
     return [{key: value for key, value in record.items() if not is_time(key)} for record in records]
 
 

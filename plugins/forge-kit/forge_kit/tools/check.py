@@ -140,7 +140,8 @@ def _data(measured: Mapping[str, Budgets | None]) -> dict[str, Any]:
 
 
 def _facts(problem: Problem) -> dict[str, Any]:
-    """A problem for editors and scripts: file, line (None: a flag, or no single place), key and message."""
+    """A problem for editors and scripts; `line` is None for a flag, or without a single place."""
     place, _, line = problem.origin.rpartition(":")
     file, number = (place, int(line)) if line.isdecimal() else (problem.origin, None)
-    return {"file": file, "line": number, "key": problem.path, "message": problem.message}
+    facts = {"file": file, "line": number, "key": problem.path, "message": problem.message}
+    return facts | {"id": problem.id, "suggestion": problem.suggestion}

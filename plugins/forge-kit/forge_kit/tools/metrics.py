@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, overload
 
 from attrs import define, field
 
-from forge_core.checkpoint.run_folder import RunFolder
 from forge_core.contracts.errors import ForgeError
+from forge_kit.tools.run_owner import metrics_file
 
 if TYPE_CHECKING:
     import numpy as np
@@ -225,7 +225,7 @@ def read_metrics(path: Path | str) -> Metrics:
         ForgeError: there is no such file.
     """
     path = Path(path)
-    file = RunFolder(path).metrics_file() if path.is_dir() else path
+    file = metrics_file(path) if path.is_dir() else path
     if not file.is_file():
         raise ForgeError(f"{file} does not exist; give a run folder, or the file that the run writes")
     metrics, evaluations = Metrics(file), Metrics(file)

@@ -1,4 +1,4 @@
-"""Information in a run folder about its run: the process that is using it, and `[checkpoint]` of its job."""
+"""What a run folder has about its run: the process that is using it, `[checkpoint]` of its job, its file of metrics."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from forge_core.checkpoint.run_folder import LOCK, RunFolder
+from forge_core.job import METRICS
 
 
 def owner(folder: Path) -> str:
@@ -28,3 +29,10 @@ def owner(folder: Path) -> str:
 def checkpoint_table(folder: Path) -> Mapping[str, Any]:
     """`[checkpoint]` of the resolved job that a run folder keeps; empty before its first start."""
     return RunFolder(folder).job().get("checkpoint", {})
+
+
+def metrics_file(folder: Path) -> Path:
+    """The lines of metrics of a run, where its job's logger `jsonl` writes them; they need not exist yet."""
+    loggers = RunFolder(folder).job().get("loggers", {}).items()
+    tables = (table for name, table in loggers if table.get("type", name).rpartition("/")[2] == "jsonl")
+    return folder / next((table["file"] for table in tables if "file" in table), METRICS)

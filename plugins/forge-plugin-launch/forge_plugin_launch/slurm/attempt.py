@@ -24,6 +24,7 @@ from attrs import asdict, evolve
 from forge_core.checkpoint.run_folder import RunFolder
 from forge_core.contracts.errors import ExitCode, JobError
 from forge_core.contracts.run_end import ATTEMPT, End
+from forge_kit.tools.run_owner import metrics_file
 from forge_plugin_launch.slurm import scheduler
 from forge_plugin_launch.slurm.decision import ENDED, GOOD, HELD, QUEUED, REQUEUED, Outcome, Policy, decide
 from forge_plugin_launch.slurm.log_facts import LogFacts, read_log
@@ -201,7 +202,7 @@ def _last_sign(run: Path, began: float) -> float:
     """When a run was last heard of."""
     times = [began]
     with suppress(OSError, JobError):
-        times.append(RunFolder(run).metrics_file().stat().st_mtime)
+        times.append(metrics_file(run).stat().st_mtime)
     with suppress(OSError):
         times.append((run / FOLDER / PROGRESS).stat().st_mtime)
     return max(times)

@@ -10,9 +10,9 @@ from typing import Any
 
 from attrs import asdict, fields, frozen
 
-from forge_core.checkpoint.run_folder import RunFolder
 from forge_core.contracts.errors import JobError
 from forge_core.files import write_atomically
+from forge_kit.tools.run_owner import metrics_file
 
 FOLDER = "slurm"
 """Folder below the run folder for all of these but the attempts."""
@@ -121,7 +121,7 @@ def excluded_nodes(attempts: Iterable[SlurmAttempt]) -> list[str]:
 def last_metrics(run: Path) -> Mapping[str, Any]:
     """Returns the last line of a training step in `metrics.jsonl`; empty if there is none."""
     try:
-        with RunFolder(run).metrics_file().open("rb") as file:
+        with metrics_file(run).open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - METRICS_TAIL))
             lines = file.read().splitlines()

@@ -13,8 +13,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from forge_core.checkpoint.run_folder import RunFolder
 from forge_core.contracts.errors import JobError
+from forge_kit.tools.run_owner import metrics_file
 from forge_plugin_plan.init.sizes import Machine, Sizes, flops_per_token
 
 LIMIT_S = 120.0
@@ -93,7 +93,7 @@ def _step_seconds(job: Path, folder: Path) -> float:
         command = [sys.executable, "-m", "forge_core", "run", str(job)]
         process = subprocess.Popen(command, stdout=file, stderr=file, env=environment, start_new_session=True)
         try:
-            seconds = _wait_for_steps(process, RunFolder(folder / "trial").metrics_file())
+            seconds = _wait_for_steps(process, metrics_file(folder / "trial"))
         finally:
             if process.poll() is None:
                 # The whole process group, as the run may have child processes

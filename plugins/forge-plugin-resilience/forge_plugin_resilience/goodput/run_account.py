@@ -12,7 +12,7 @@ from attrs import frozen
 from forge_core.checkpoint.run_folder import JOB, RunFolder, refuse_file
 from forge_core.contracts.errors import JobError
 from forge_core.job import METRICS
-from forge_kit.tools.run_owner import owner
+from forge_kit.tools.run_owner import metrics_file, owner
 from forge_plugin_resilience.goodput.accounting import Account, account_of
 from forge_plugin_resilience.goodput.events import EVENTS, read_events, whole_lines
 from forge_plugin_resilience.goodput.failure_rate import GPU_YEARS, LONGEST_S
@@ -77,7 +77,7 @@ def read_run(folder: Path) -> RunAccount:
     has_start = any(event.get("event") == "start" for event in events)
     account = account_of(events, slurm=attempts, now=now, end=RunFolder(folder).end()) if has_start else None
     # Without a readable job, only the default name of the file is known
-    lines = _step_lines(RunFolder(folder).metrics_file() if table else folder / METRICS)
+    lines = _step_lines(metrics_file(folder) if table else folder / METRICS)
     if account is None and lines is None:
         raise JobError(f"{folder}: no {EVENTS} (add [hooks.goodput]), and no line of {METRICS} has a time")
     steps = table.get("train", {}).get("steps")

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forge_core.checkpoint.run_folder import RunFolder
 from forge_core.cli.command_line import parse_job_arguments, positive, with_examples
 from forge_core.contracts.errors import ExitCode, ForgeError, JobError
 from forge_kit.tools.json_output import add_json, print_json
 from forge_kit.tools.outputs import FOLDER_MARK, MARK, free_folder, output_file, write_output
+from forge_kit.tools.run_owner import metrics_file
 
 if TYPE_CHECKING:
     from forge_plugin_runs.compare.comparison import Comparison
@@ -93,7 +93,7 @@ def _told_apart(files: Sequence[str]) -> tuple[list[Path], list[Path]]:
     """Job files, and run folders."""
     paths = [Path(file) for file in files]
     runs = [path for path in paths if path.is_dir()]
-    if wrong := [path for path in runs if not RunFolder(path).metrics_file().is_file()]:
+    if wrong := [path for path in runs if not metrics_file(path).is_file()]:
         raise JobError(f"{wrong[0]} is a folder without metrics.jsonl; name job files, or run folders")
     return [path for path in paths if path not in runs], runs
 

@@ -12,8 +12,8 @@ from typing import Any, Literal
 from attrs import frozen
 
 from forge_core import read_metrics
-from forge_core.checkpoint.run_folder import RunFolder
 from forge_kit.tools.metrics import Metrics
+from forge_kit.tools.run_owner import metrics_file
 from forge_plugin_runs.compare.grid import Cell, Trial
 from forge_plugin_runs.compare.record import Entry
 from forge_plugin_runs.final_loss import MEAN_NAME, final_loss, mean_of_last
@@ -69,7 +69,7 @@ class Outcome:
 
 def read_outcome(trial: Trial, folder: Path, entry: Entry | None = None) -> Outcome:
     """Read the results of a run from its folder; one that has not begun has none."""
-    metrics = read_metrics(folder) if RunFolder(folder).metrics_file().is_file() else Metrics()
+    metrics = read_metrics(folder) if metrics_file(folder).is_file() else Metrics()
     seconds = metrics.column("step_seconds")[1]
     evaluated, held_out = metrics.evaluations.column("eval/loss")
     known: dict[str, Any] = {}

@@ -15,7 +15,7 @@ from typing import Any
 from forge_core.checkpoint.run_folder import LOCK, RunFolder
 from forge_core.contracts.errors import JobError
 from forge_core.job import METRICS
-from forge_kit.tools.run_owner import owner
+from forge_kit.tools.run_owner import metrics_file, owner
 from forge_plugin_runs.facts import number, read_run
 from forge_plugin_runs.life import LINES, START_S, Pulse, pulse_of
 from forge_plugin_runs.watch.follow import FollowedFile
@@ -166,7 +166,7 @@ class LocalRun(WatchedRun):
                 self.logs[path.stem] = written, _last_line(path)
 
     def _metrics_file(self) -> Path:
-        return RunFolder(self._folder).metrics_file() if self.job else self._folder / METRICS
+        return metrics_file(self._folder) if self.job else self._folder / METRICS
 
     def _read_job(self) -> None:
         # Only a start writes another job, and a run that starts was not running before

@@ -1,0 +1,201 @@
+"""What commands print with `--json` is what their published schemas say, and error ids are explained."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from forge_core import Catalog
+from forge_core.cli import main
+from forge_core.contracts.errors import JobError
+from forge_core.contracts.run_end import Cause
+from forge_plugin_author.error_ids import error_kinds
+from forge_plugin_author.explain import find
+from forge_plugin_author.output_schemas import SCHEMAS
+from forge_plugin_author.schema import output_schema
+
+DOCS = Path(__file__).parents[2] / "docs"
+JOB = """
+[job]
+name = "tiny"
+[train]
+steps = 2
+global_batch_size = 2
+seq_len = 8
+[model]
+type = "transformer"
+vocab_size = 260
+dim = 16
+layers = 1
+attention = { type = "gqa", heads = 2 }
+[data.tokenizer]
+type = "bytes"
+[[data.sources]]
+type = "text"
+path = "texts"
+held_out_every = 2
+[optimizer]
+type = "adamw"
+[eval]
+interval = 1
+[checkpoint]
+interval = 1
+"""
+BROKEN = """
+[train]
+stepz = 2
+global_batch_size = "2"
+precision = "BF16"
+[model]
+type = "transformr"
+[optimizer]
+type = "./optimizer.py:Missing"
+[[data.sources]]
+type = "text"
+path = "nowhere"
+"""
+COMMANDS = {
+    "check": "check job.toml|check job.toml --data|check broken.toml|check job.toml --train.steps=0|check none.toml",
+    "explain": "explain|explain train.steps|explain optimizer.adamw|explain optimizer|explain unknown-key|explain hang",
+    "plan": "plan job.toml --world-size 2 --gpu h100|plan job.toml",
+    "runs": "runs|runs elsewhere",
+    "show": "show runs/tiny",
+    "checkpoints": "checkpoints runs/tiny|checkpoints runs/tiny verify",
+    "compare": "compare runs/tiny",
+    "plugins": "plugins|plugins adamw --check",
+    "generate": "generate runs/tiny --prompt a --max-tokens 2",
+}
+"""Lines by command, apart by a bar."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The working directory of the commands, with a run."""
+    folder = tmp_path_factory.mktemp("json")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        (folder / "texts").mkdir()
+        (folder / "elsewhere").mkdir()
+        for number in range(4):
+            (folder / f"texts/{number}.txt").write_text("a text of some bytes\n" * 4)
+        (folder / "job.toml").write_text(JOB)
+        (folder / "broken.toml").write_text(BROKEN)
+        assert main(["job.toml", "--loggers.console.style=off"]) == 0
+        yield folder
+
+
+def strict(schema: Any) -> Any:
+    """A schema of which no object has further keys, so that a key that is not published is found."""
+    if isinstance(schema, dict):
+        closed = {key: strict(value) for key, value in schema.items()}
+        return {"additionalProperties": False, **closed} if "properties" in schema and "type" in schema else closed
+    return [strict(each) for each in schema] if isinstance(schema, list) else schema
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_what_is_printed_is_what_the_schema_says(
+    command: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    validator = jsonschema.Draft202012Validator(strict(copy.deepcopy(output_schema(command))))
+    for line in COMMANDS[command].split("|"):
+        capsys.readouterr()
+        assert main([*line.split(), "--json"]) in (0, 2)
+        validator.validate(json.loads(capsys.readouterr().out))
+
+
+def test_every_published_schema_is_tried_and_right() -> None:
+    assert SCHEMAS.keys() == COMMANDS.keys()
+    for command in SCHEMAS:
+        jsonschema.Draft202012Validator.check_schema(output_schema(command))
+
+
+@pytest.mark.parametrize("line", ["job.toml --job.name=other", *(f"{COMMANDS[name]}" for name in ("show", "generate"))])
+def test_without_a_terminal_nothing_is_coloured_or_asked(
+    line: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # pytest has put a standard input in place that refuses to be read
+    assert main(line.split()) == 0
+    assert "\x1b" not in "".join(capsys.readouterr())
+
+
+def keys_in(schema: Any) -> Iterator[str]:
+    """Yields the keys of all objects of a schema."""
+    if isinstance(schema, dict):
+        properties = schema.get("properties", {}) if "type" in schema else {}
+        yield from properties
+    for part in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
+        yield from keys_in(part)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_key_is_on_the_page_of_json(command: str) -> None:
+    page = (DOCS / "reference/json.md").read_text()
+    words = set(re.findall(r"`([\w-]+)`", page + (DOCS / "launch.md").read_text()))
+    assert [key for key in keys_in(SCHEMAS[command]) if key not in words] == []
+
+
+def test_a_schema_that_is_not_published_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "schema", "run"]) == 2
+    assert "'runs'" in capsys.readouterr().err
+
+
+# --- ids of errors -------------------------------------------------------------------------------------------------
+
+
+def problems(line: str, capsys: pytest.CaptureFixture[str]) -> dict[str, tuple[str, str | None]]:
+    """Id and suggestion of each problem, by its key."""
+    capsys.readouterr()
+    assert main([*line.split(), "--json"]) == 2
+    return {each["key"]: (each["id"], each["suggestion"]) for each in json.loads(capsys.readouterr().out)["problems"]}
+
+
+def test_each_mistake_has_its_id_and_what_may_be_meant(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert problems("check broken.toml", capsys) == {
+        "train.steps": ("missing-key", None),
+        "train.seq_len": ("missing-key", None),
+        "train.stepz": ("unknown-key", "steps"),
+        "train.global_batch_size": ("wrong-value", "2"),
+        "train.precision": ("wrong-value", "bf16"),
+        "model.type": ("unknown-type", "transformer"),
+        "optimizer.type": ("broken-plugin", None),
+    }
+    assert problems("check job.toml --data.sources.0.path=nowhere", capsys) == {
+        "data.sources.0.path": ("refused", None)
+    }
+
+
+def test_what_is_to_be_installed_is_a_suggestion(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offers = [offer for offer in Catalog.installed().offers() if offer.distribution.name != "forge-plugin-adamw"]
+    monkeypatch.setattr(Catalog, "installed", lambda: Catalog(offers))
+    found = problems("check job.toml", capsys)
+    assert found == {"optimizer.type": ("unknown-type", None), "": ("not-installed", "pip install forge-plugin-adamw")}
+
+
+def test_ids_of_problems_and_causes_are_explained_and_no_others() -> None:
+    of_problems = {
+        *("unknown-key", "missing-key", "wrong-value", "unknown-type", "not-installed", "broken-plugin", "refused"),
+    }
+    assert error_kinds().keys() == {*of_problems, *map(str, Cause)}
+    for kind in error_kinds().values():
+        assert (DOCS / kind.page).is_file() or kind.page == "reference/keys.md", kind
+
+
+@pytest.mark.parametrize("id_", error_kinds())
+def test_an_id_is_no_name_in_a_job(id_: str, catalog: Catalog) -> None:
+    with pytest.raises(JobError):
+        find(id_, catalog)
+
+
+def test_a_misspelt_id_is_recognised(forge_run: Callable[..., tuple[int, str, str]]) -> None:
+    code, _, err = forge_run("explain", "unknown-kye")
+    assert code == 2
+    assert "'unknown-key'" in err
