@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CORE = "forge-run"
-OF_ANOTHER_NAME = {"forge_core": CORE, "PIL": "pillow", "mlflow": "mlflow-skinny"}
+OF_ANOTHER_NAME = {"yaml": "pyyaml", "forge_core": CORE, "PIL": "pillow", "mlflow": "mlflow-skinny"}
 """Modules whose distribution is called otherwise."""
 
 

@@ -55,11 +55,14 @@ IN_RUN_FOLDER |= {(f"logger:{name}", "file") for name in ("csv", "curves", "json
 
 
 def keys() -> Iterator[tuple[str, str, Any]]:
-    """Yields the name of a component or section, of each of its keys that are strings, and the key's type."""
+    """Yields the name of a component or section, of each of its keys that are strings, and the key's type.
+
+    Clusters are no part of a job: their paths are those of other machines.
+    """
     classes = {"job": Job}
     for offer in CATALOG.offers():
         known = first_party().get(offer.kind, {}).get(offer.type) or offer.distribution.name == "forge-run"
-        if known and offer.kind not in ("command", "kind") and attrs.has(cls := CATALOG.load_offer(offer)):
+        if known and offer.kind not in ("command", "kind", "cluster") and attrs.has(cls := CATALOG.load_offer(offer)):
             classes[f"{offer.kind}:{offer.type}"] = cls
     while classes:
         name, cls = classes.popitem()
