@@ -1,6 +1,6 @@
 """How long the parts of `data prepare` take to join, with as many documents as wanted, and CPU time of it.
 
-python tests/benchmarks/join_parts.py [--documents 10000000] [--tokens 100] [--held-out-every 1000]
+python tests/benchmarks/join_parts.py [--documents 10000000] [--tokens 100] [--held-out-every 1000] [--ids]
 
 The ids are drawn at random and written by the code that writes parts, since tokenising so many documents would take an
 hour. Parts and shards lie in a temporary folder (TMPDIR), which needs some 6 bytes for each token.
@@ -21,28 +21,36 @@ import numpy as np
 
 from forge_core.cli import main as forge_run
 from forge_plugin_memmap.prepare.encoding import Block
-from forge_plugin_memmap.prepare.writing import TEXT_BYTES, SplitWriter, Written
+from forge_plugin_memmap.prepare.origin_files import Origins, OriginWriter
+from forge_plugin_memmap.prepare.writing import SplitWriter, Written
 
 PARTS = 4
 AT_ONCE = 100_000
 """Documents that are drawn at a time."""
 BYTES = 4
 """Of text for each token."""
+ORIGINS = OriginWriter(["a.jsonl"], ("id", "origin"))
 
 
-def fill(folder: Path, documents: int, mean: int, rng: np.random.Generator) -> None:
+def fill(folder: Path, documents: int, mean: int, with_ids: bool, rng: np.random.Generator) -> None:
     """Put drawn documents into a finished part, of half to one and a half times `mean` tokens each."""
     record = json.loads((folder / "part.json").read_text())
     vocabulary, end = record["tokenizer"]["vocab_size"], record["tokenizer"]["end_of_text"]
     for path in folder.glob("train-*"):
         path.unlink()
-    writer = SplitWriter(folder, "train", vocabulary, end, 10**8, Written(), more=[TEXT_BYTES])
+    writer = SplitWriter(folder, "train", vocabulary, end, 10**8, Written(), ORIGINS, is_part=True)
     for start in range(0, documents, AT_ONCE):
         lengths = rng.integers(mean // 2, mean * 3 // 2, min(AT_ONCE, documents - start))
         ends = np.cumsum(lengths)
         ids = rng.integers(0, end, ends[-1]).astype("<u2")
         ids[ends - 1] = end
-        writer.add(Block(ids, ends, np.append(BYTES * lengths, 0)))
+        count = len(lengths)
+        # Of the two fields that are kept the first, a UUID in hexadecimal digits
+        widths = np.tile([36 * with_ids, 0], (count, 1))
+        texts = rng.choice(np.frombuffer(b"0123456789abcdef", np.uint8), int(widths.sum()))
+        lines = np.arange(start, start + count, dtype=np.int64) + 1
+        origins = Origins(np.zeros(count, np.int32), lines, widths, texts)
+        writer.add(Block(ids, ends, np.append(BYTES * lengths, 0), origins))
     writer.finish()
     record["splits"]["train"] = writer.written.plain()
     (folder / "part.json").write_text(json.dumps(record))
@@ -54,6 +62,7 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=10**7)
     parser.add_argument("--tokens", type=int, default=100, help="of a document, in the mean")
     parser.add_argument("--held-out-every", type=int, default=1000)
+    parser.add_argument("--ids", action="store_true", help="documents have ids of 36 characters")
     options = parser.parse_args()
     rng = np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
@@ -63,7 +72,8 @@ def main() -> None:
         with contextlib.redirect_stdout(io.StringIO()):
             for number in range(1, PARTS + 1):
                 assert forge_run([*command, "--workers=1", f"--part={number}/{PARTS}"]) == 0
-                fill(Path(f"data/parts/{number}-of-{PARTS}"), options.documents // PARTS, options.tokens, rng)
+                part = Path(f"data/parts/{number}-of-{PARTS}")
+                fill(part, options.documents // PARTS, options.tokens, options.ids, rng)
             size = sum(path.stat().st_size for path in Path("data").rglob("*.bin"))
             # The parts were written long ago, if it is for real
             os.sync()

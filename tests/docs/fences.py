@@ -67,12 +67,14 @@ SFT = ROOT / "docs" / "how-to" / "sft.md"
 PARTS = ROOT / "docs" / "how-to" / "more-than-one-machine.md"
 EVALUATES_VISION = ROOT / "docs" / "how-to" / "evaluate-vision.md"
 TOKENS = ROOT / "docs" / "how-to" / "tokens-you-already-have.md"
-MAKE_DATA = (IMAGES, VIDEOS, EVALUATES_VISION, TUTORIAL, COOKBOOK, PREFERENCES, REWARDS, SFT, PARTS, TOKENS)
+TRACE = ROOT / "docs" / "how-to" / "trace-a-token.md"
+MAKE_DATA = (IMAGES, VIDEOS, EVALUATES_VISION, TUTORIAL, COOKBOOK, PREFERENCES, REWARDS, SFT, PARTS, TOKENS, TRACE)
 """Pages whose commands make the data of their jobs."""
 RUN_ALL = (
     *sorted(TEN_MINUTES.glob("*.md")),
     *(ROOT / "docs" / "publishing.md", IMAGES, VIDEOS, EVALUATES, IMPORTS, TUTORIAL, METRICS, LOGGERS, TAPS, STATS),
     *(EVALUATES_VISION, CONTINUES, PREFERENCES, REWARDS, LORA, SFT, ARCHITECTURE, LADDER, TRANSFER, PARTS, TOKENS),
+    TRACE,
 )
 """Pages of which every command is run."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from attrs import define, evolve, field, frozen
 
@@ -12,6 +13,7 @@ from forge_kit.data.data_files import FileFinder
 from forge_plugin_memmap.formats.kind import Surroundings, TokenFormat
 from forge_plugin_memmap.formats.reading import read_shard
 from forge_plugin_memmap.manifest import HELD_OUT, TRAIN, Prepared, read_prepared
+from forge_plugin_memmap.origins import ORIGINS, OriginTable
 from forge_plugin_memmap.paths import FoundFile, distinct, expand
 from forge_plugin_memmap.shards import Shard
 
@@ -204,7 +206,10 @@ def _with_manifest(shard: Shard, prepared: Prepared) -> Shard:
     tokenizer = prepared.manifest["tokenizer"]
     # Of another library's format, whose files do not state them; Forge's header does
     known = shard.end_of_text is not None or "end_of_text" not in tokenizer
-    facts = {} if known else {key: tokenizer[key] for key in ("vocab_size", "end_of_text")}
+    facts: dict[str, Any] = {} if known else {key: tokenizer[key] for key in ("vocab_size", "end_of_text")}
+    origins = os.path.splitext(shard.path)[0] + ORIGINS
+    if os.path.basename(origins) in prepared.manifest["files"]:
+        facts["origins"] = OriginTable(origins)
     return evolve(shard, summed=prepared.is_summed(os.path.basename(shard.path)), **facts)
 
 

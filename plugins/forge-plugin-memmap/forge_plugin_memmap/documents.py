@@ -24,6 +24,7 @@ from forge_kit.data.block_sums import (
     sum_fault,
 )
 from forge_kit.data.cache import digest_of
+from forge_kit.data.origins import Origin
 from forge_plugin_memmap.files import Reader
 from forge_plugin_memmap.index import document_ends
 from forge_plugin_memmap.shards import Shard
@@ -104,6 +105,18 @@ class ShardedDocuments:
         """Returns the files and the places in them, from the start of each file."""
         parts = ((self._shards[number].name, first, last) for number, first, last in self._parts(start, stop))
         return "tokens " + " and ".join(f"{first} to {last} of {path}" for path, first, last in parts)
+
+    def origins(self, numbers: np.ndarray) -> list[Origin | None]:
+        """See `forge_kit.data.origins.HasOrigins`: None for documents of shards that have no list of origins."""
+        # Documents before each shard: those that end at or before its first token
+        firsts = np.searchsorted(self.ends(), self._starts, side="right")
+        found: list[Origin | None] = []
+        for number in np.unique(np.searchsorted(firsts, numbers, side="right") - 1):
+            shard = self._shards[number]
+            first, stop = firsts[number], firsts[number + 1]
+            own = numbers[(numbers >= first) & (numbers < stop)] - first
+            found += [None] * len(own) if shard.origins is None else shard.origins.read(own)
+        return found
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Without open files and what was checked: each worker opens and checks what it reads.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ from forge_core.contracts.data import Documents, identity_of
 from forge_core.contracts.errors import JobError
 from forge_kit.data.budgets import Verifiable
 from forge_kit.data.cache import cached_folder, digest_of
+from forge_kit.data.origins import HasOrigins, Origin
 from forge_plugin_memmap.index import FORMAT, GROUP, map_file
 from forge_plugin_memmap.manifest import HELD_OUT, SPLITS, TRAIN
 from forge_plugin_memmap.shards import BLOCK
@@ -100,6 +101,15 @@ class SelectedDocuments:
     def ends(self) -> np.ndarray:
         """Returns the ends of the selected documents in the selection, (D,) int64, mapped."""
         return self._ends
+
+    def origins(self, numbers: np.ndarray) -> Sequence[Origin | None]:
+        """See `forge_kit.data.origins.HasOrigins`: by the numbers of these documents among all."""
+        if not isinstance(self._documents, HasOrigins):
+            return [None] * len(numbers)
+        _, _, split, every = self._source
+        # Of every n documents the first is held out, and n - 1 follow it
+        whole = numbers * every if split == HELD_OUT else numbers + numbers // (every - 1) + 1
+        return self._documents.origins(whole)
 
     def verify(self) -> None:
         """See `forge_kit.data.budgets.Verifiable`: all documents of both splits."""

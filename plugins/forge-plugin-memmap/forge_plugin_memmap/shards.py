@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from attrs import field, frozen
 
 from forge_core.contracts.errors import JobError
+from forge_plugin_memmap.origins import DocumentOrigins
 
 if TYPE_CHECKING:
     import numpy as np
@@ -121,6 +122,8 @@ class Shard:
     """Where its documents end; None: that is searched for, by the end-of-text."""
     mask: Mask | None = None
     """Which tokens are learned; None: all."""
+    origins: DocumentOrigins | None = field(default=None, eq=False)
+    """Where its documents come from; None: unknown."""
     packed: PackedDocuments | None = field(default=None, hash=False)
     """What `path` holds, if it must be unpacked; `tokens` is 0 until then."""
     origin: Shard | None = None

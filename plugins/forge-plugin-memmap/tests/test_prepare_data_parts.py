@@ -19,6 +19,7 @@ from pyarrow import parquet
 from forge_core.contracts.errors import JobError
 from forge_plugin_memmap.manifest import read_prepared
 from forge_plugin_memmap.prepare import documents, inputs, join, parquet_files, parts, run, text_files
+from forge_plugin_memmap.prepare.documents import Fields
 from forge_plugin_memmap.prepare.inputs import InputPosition, find_inputs, read_chunks
 from forge_plugin_memmap.prepare.part_range import Part
 from forge_testing.refusals import lacks
@@ -40,12 +41,17 @@ def input_files(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(join, "TOKENS_AT_ONCE", 100)
     monkeypatch.setattr(run, "SAVE_EVERY_S", 0)
     found = [f"document {number} " * (number % 7) for number in range(40)]
-    lines = [json.dumps({"text": text}) for text in found]
+    ids = [f"é{number}" if number % 3 else None for number in range(40)]
+    lines = [json.dumps({"text": text, "id": id_}) for text, id_ in zip(found, ids, strict=True)]
     lines[23] = '{"body": "no text"}'
     Path("a.jsonl").write_text("\ufeff" + "\n".join([*lines, "not JSON"]) + "\n")
     Path("b.txt").write_text("a long text, line by line\n" * 12)
     Path("c.jsonl.gz").write_bytes(gzip.compress(Path("a.jsonl").read_bytes()))
-    parquet.write_table(pa.table({"text": pa.array([*found, None])}), "d.parquet", row_group_size=7)
+    parquet.write_table(
+        pa.table({"text": pa.array([*found, None]), "origin": pa.array([*map(str, range(40)), None])}),
+        "d.parquet",
+        row_group_size=7,
+    )
     Path("e.txt").touch()
 
 
@@ -125,9 +131,9 @@ def test_every_line_is_in_one_part_however_a_file_is_cut(
     pieces = []
     for number in range(1, count + 1):
         begin, end = Part(number, count).bounds(found)
-        pieces += [item.data for chunk in read_chunks(found, "text", begin, end) for item in chunk.items]  # type: ignore[attr-defined]
+        pieces += [item.data for chunk in read_chunks(found, Fields(), begin, end) for _, item in chunk.items]  # type: ignore[attr-defined]
     assert b"".join(pieces) == data * 2
-    whole = [item.data for chunk in read_chunks(found, "text", InputPosition()) for item in chunk.items]  # type: ignore[attr-defined]
+    whole = [item.data for chunk in read_chunks(found, Fields(), InputPosition()) for _, item in chunk.items]  # type: ignore[attr-defined]
     assert b"".join(whole) == data * 2
 
 
@@ -136,7 +142,7 @@ def test_parts_are_about_equally_large(here: Path) -> None:
     found = find_inputs(["long.jsonl"], "text", Path("out"))
     for number in range(1, 8):
         begin, end = Part(number, 7).bounds(found)
-        size = sum(len(item.data) for chunk in read_chunks(found, "text", begin, end) for item in chunk.items)  # type: ignore[attr-defined]
+        size = sum(len(item.data) for chunk in read_chunks(found, Fields(), begin, end) for _, item in chunk.items)  # type: ignore[attr-defined]
         assert abs(size - 16_000 / 7) <= 16
 
 

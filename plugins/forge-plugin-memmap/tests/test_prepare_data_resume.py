@@ -38,7 +38,9 @@ def input_files(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents, "PIECE_CHARACTERS", 16)
     monkeypatch.setattr(run, "SAVE_EVERY_S", 0)
     found = [f"document {number} " * (number % 7) for number in range(30)]
-    Path("a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in found) + "not JSON\n")
+    Path("a.jsonl").write_text(
+        "".join(json.dumps({"text": text, "id": f"d{n}"}) + "\n" for n, text in enumerate(found)) + "not JSON\n"
+    )
     Path("b.txt").write_text("a long text, line by line\n" * 12)
     import gzip
 

@@ -93,7 +93,7 @@ class CorpusDataset(DatasetComponent):
         facts = from_rank0(context, lambda: evolve(find_corpus().describe(), left_out=self.left_out()))
         object.__setattr__(self, "_facts", facts)  # the component is frozen, as its keys must not change
         stored = cached_tokens(facts, find_corpus, context.tokenizer, self.verify)
-        return open_documents(stored, facts)
+        return open_documents(stored, facts, find_corpus)
 
     def facts(self) -> CorpusFacts:
         """Returns the facts of the last `build`; looks at all files if there was none."""

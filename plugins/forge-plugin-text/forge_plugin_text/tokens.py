@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from forge_core import report_progress
 from forge_core.contracts.errors import JobError
 from forge_kit.data.cache import CachedFolder, Progress, Verify, cached_folder, digest_of
+from forge_kit.data.origins import Origin
 from forge_kit.data.token_file import Header, TokenFile, TokenFileWriter
 from forge_kit.data.tokenizers import begin_of_text
 from forge_plugin_text.corpus import CorpusFacts, TextCorpus
 from forge_plugin_text.reading import Document
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from forge_core.contracts.data import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -70,8 +73,34 @@ def cached_tokens(
     return cached_folder("tokens", key, make, verify, resumable=True, sums=True)
 
 
-def open_documents(stored: CachedFolder, facts: CorpusFacts) -> TokenFile:
-    """Open the documents of both splits.
+class CorpusFile(TokenFile):
+    """The documents of one split, which are found again in the files that they were read from."""
+
+    def __init__(self, stored: CachedFolder, split: str, find_corpus: Callable[[], TextCorpus], held_out: Any) -> None:
+        super().__init__(stored.path / split, held_out, stored.identity(split))
+        self._find_corpus, self._is_held_out = find_corpus, split == HELD_OUT
+
+    def origins(self, numbers: np.ndarray) -> list[Origin | None]:
+        """See `forge_kit.data.origins.HasOrigins`. Reads the texts up to the last document that is asked for."""
+        corpus = self._find_corpus()
+        paths = {file.name: file.path for file in corpus.files}
+        own = (
+            document
+            for document, is_held_out in corpus.documents()
+            if is_held_out == self._is_held_out and document.text
+        )
+        wanted = set(numbers.tolist())
+        found: list[Origin | None] = []
+        # Counted, as the cache has ids alone: names of a million documents would cost each run more than a look here
+        for number, document in enumerate(islice(own, max(wanted, default=-1) + 1)):
+            if number in wanted:
+                line = document.name.removeprefix(document.file).lstrip(":")
+                found.append(Origin(paths[document.file], int(line) if line else None))
+        return found
+
+
+def open_documents(stored: CachedFolder, facts: CorpusFacts, find_corpus: Callable[[], TextCorpus]) -> TokenFile:
+    """Open the documents of both splits; arguments as of `cached_tokens`.
 
     Raises:
         JobError: nothing is held out although the job requires it.
@@ -80,8 +109,8 @@ def open_documents(stored: CachedFolder, facts: CorpusFacts) -> TokenFile:
     if facts.holds_out_any:
         if not stored.info[HELD_OUT]["tokens"]:
             raise JobError(f"{facts.name}: none of the documents to hold out is there or has text; choose others")
-        held_out = TokenFile(stored.path / HELD_OUT, identity=stored.identity(HELD_OUT))
-    return TokenFile(stored.path / TRAIN, held_out, stored.identity(TRAIN))
+        held_out = CorpusFile(stored, HELD_OUT, find_corpus, None)
+    return CorpusFile(stored, TRAIN, find_corpus, held_out)
 
 
 def write_tokens(folder: Path, corpus: TextCorpus, tokenizer: Tokenizer, size: int = 0) -> dict[str, Any]:

@@ -53,7 +53,8 @@ def stream(texts: list[str]) -> list[int]:
 def sequences(folder: Path, texts: list[str], seq_len: int, every: int = 0) -> TrainingWindows:
     corpus = FakeCorpus(texts, Split(every))
     info = tokens.write_tokens(folder, corpus, ByteTokenizer())
-    return TrainingWindows(tokens.open_documents(CachedFolder(folder, info), corpus.describe()), seq_len, Concatenate())
+    documents = tokens.open_documents(CachedFolder(folder, info), corpus.describe(), lambda: corpus)
+    return TrainingWindows(documents, seq_len, Concatenate())
 
 
 texts = st.lists(st.text(max_size=30), min_size=2, max_size=12)
@@ -152,7 +153,7 @@ def test_ids_take_two_bytes_where_the_vocabulary_allows_and_four_otherwise(
     corpus = FakeCorpus(["abcdef"], Split())
     info = tokens.write_tokens(tmp_path, corpus, tokenizer)
     assert (tmp_path / "train.bin").stat().st_size == HEADER.size + 8 * width
-    documents = tokens.open_documents(CachedFolder(tmp_path, info), corpus.describe())
+    documents = tokens.open_documents(CachedFolder(tmp_path, info), corpus.describe(), lambda: corpus)
     assert documents.tokens(0, 4).tolist() == [vocab_size - 1, *b"abc"]
 
 

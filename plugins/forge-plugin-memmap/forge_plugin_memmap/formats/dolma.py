@@ -12,12 +12,13 @@ import io
 import os
 import zlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Literal, TextIO
 
 from attrs import frozen
 
 from forge_core.contracts.errors import JobError
+from forge_kit.data.origins import Origin
 from forge_plugin_memmap.formats.kind import Candidate, TokenFormat
 from forge_plugin_memmap.formats.npy import MAGIC
 from forge_plugin_memmap.shards import Shard
@@ -54,6 +55,34 @@ class TableEnds:
             yield np.array(ends)
 
 
+@frozen
+class TableOrigins:
+    """Where documents come from, by the rows of a table: their id, source, and place there."""
+
+    path: str
+
+    def read(self, numbers: np.ndarray) -> list[Origin | None]:
+        """Reads all rows up to the last that is asked for, as a compressed table has no beginning but its first."""
+        wanted = iter(numbers.tolist())
+        number = next(wanted, None)
+        found: list[Origin | None] = []
+        for row, cells in enumerate(_rows(self.path)):
+            if row == number:
+                found.append(_origin(cells))
+                number = next(wanted, None)
+            if number is None:
+                break
+        return found
+
+
+def _origin(cells: Sequence[str]) -> Origin | None:
+    """The origin in a row: columns after the tokens are id, source and line, which older tables lack."""
+    id_, source, line = [*cells[2:5], "", "", ""][:3]
+    # Dolma counts the documents of a source from 1, and writes 0 or nothing where it does not know
+    place = int(line) if line.isdecimal() and int(line) else None
+    return Origin(source, place, {"id": id_} if id_ else {}) if source or id_ else None
+
+
 @frozen(kw_only=True)
 class Dolma(TokenFormat):
     """`NAME.npy` of Dolma and OLMo, which has no header in spite of its name, with its `NAME.csv.gz`."""
@@ -88,7 +117,8 @@ class Dolma(TokenFormat):
         tokens, rest = divmod(file.size, int(dtype[-1]))
         if rest:
             raise JobError(f"{file.path} has {file.size} bytes, which {self.dtype} ids do not divide")
-        return Shard(file.absolute, dtype, 0, tokens, ends=TableEnds(table), stamps=file.stamps([table]))
+        ends, origins = TableEnds(table), TableOrigins(table)
+        return Shard(file.absolute, dtype, 0, tokens, ends=ends, origins=origins, stamps=file.stamps([table]))
 
     def _dtype(self, file: Candidate, table: str) -> str:
         # All rows are read, as a compressed file cannot be read from its end
@@ -116,6 +146,11 @@ def _text(path: str) -> TextIO:
 
 
 def _row_ends(path: str) -> Iterator[int]:
+    return (int(row[1]) for row in _rows(path))
+
+
+def _rows(path: str) -> Iterator[Sequence[str]]:
+    """Yields the row of each document that has tokens."""
     last = 0
     try:
         with _text(path) as file:
@@ -126,7 +161,7 @@ def _row_ends(path: str) -> Iterator[int]:
                     raise JobError(f"{message}, and documents lie one after the other; it is damaged")
                 # A document without tokens is none
                 if end > last:
-                    yield end
+                    yield row
                 last = end
     # Damage shows in the compression, in the text, or in the rows
     except (EOFError, gzip.BadGzipFile, zlib.error, ValueError, IndexError, csv.Error) as error:

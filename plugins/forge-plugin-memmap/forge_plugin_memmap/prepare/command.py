@@ -14,6 +14,7 @@ from forge_kit.tools.commands import count
 from forge_kit.tools.json_output import add_json, print_json
 from forge_kit.tools.outputs import free_folder
 from forge_plugin_memmap.manifest import INPUTS, MANIFEST, PARTS, TRAIN, UNFINISHED
+from forge_plugin_memmap.origins import FILE, KEPT, LINE
 from forge_plugin_memmap.prepare.part_range import Part
 from forge_plugin_memmap.prepare.shard_formats import FORMATS
 
@@ -86,6 +87,7 @@ def read_settings(options: argparse.Namespace, keys: Sequence[str]) -> Settings:
     """
     output = _output(options)
     # Imported after the options are parsed, so that help appears at once
+    from forge_plugin_memmap.prepare.documents import Fields
     from forge_plugin_memmap.prepare.inputs import find_inputs
     from forge_plugin_memmap.prepare.run import Settings
     from forge_plugin_memmap.prepare.tokenizer import choose_tokenizer
@@ -94,7 +96,7 @@ def read_settings(options: argparse.Namespace, keys: Sequence[str]) -> Settings:
         inputs=find_inputs(options.inputs, options.field, output),
         output=output,
         tokenizer=choose_tokenizer(options.job or (), options.tokenizer, keys),
-        field=options.field,
+        fields=Fields(options.field, tuple(dict.fromkeys(options.keep or KEPT))),
         shard_tokens=options.shard_tokens,
         held_out_every=options.held_out_every,
         strict=options.errors == "strict",
@@ -126,6 +128,8 @@ def _parser() -> argparse.ArgumentParser:
     which.add_argument("--job", action="append", metavar="JOB.toml", help="take the tokenizer of a job's "
         "[data.tokenizer]; several files are layered")  # fmt: skip
     add("--field", default="text", metavar="NAME", help="the key of a line, or the column, that holds the text (text)")
+    add("--keep", action="append", type=kept_field, metavar="NAME", help="a key or column that is kept with each "
+        "document, next to the shards; repeat it for more (id and origin)")  # fmt: skip
     shard = "tokens after which a shard ends, at the end of a document (100M)"
     add("--shard-tokens", type=token_count, default=token_count("100M"), metavar="N", help=shard)
     add("--held-out-every", type=interval, default=0, metavar="N", help="hold out every n-th document, "
@@ -155,6 +159,13 @@ def token_count(text: str) -> int:
     if match is None or not int(match[1]):
         raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens; write 1000, 100k, 100M or 1G")
     return int(match[1]) * UNITS[match[2]]
+
+
+def kept_field(text: str) -> str:
+    """Type of the option `--keep`."""
+    if text in (FILE, LINE):
+        raise argparse.ArgumentTypeError(f"{text!r} is where the document lies; give the key another name")
+    return text
 
 
 def interval(text: str) -> int:

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from forge_kit.tools.tables import columns
 from forge_plugin_memmap.manifest import SPLITS, TRAIN
+from forge_plugin_memmap.origins import KEPT
 from forge_plugin_memmap.prepare.documents import Example
 from forge_plugin_memmap.prepare.encoding import id_dtype
 from forge_plugin_memmap.prepare.folder import State
@@ -107,7 +108,8 @@ def describe(folder: Path, manifest: Mapping[str, Any], speed: str) -> str:
     rows = [[split, *_figures(manifest["splits"][split])] for split in SPLITS if manifest["splits"][split]["files"]]
     head = ["split", "documents", "tokens", "bytes of text", "shards"]
     written = sum(manifest["splits"][split]["documents"] for split in SPLITS)
-    parts = [columns([head, *rows]), speed, _dropped(manifest["dropped"], written), _usage(folder, manifest)]
+    dropped, kept = _dropped(manifest["dropped"], written), _kept(manifest["kept"])
+    parts = [columns([head, *rows]), speed, kept, dropped, _usage(folder, manifest)]
     return "\n\n".join(filter(None, parts))
 
 
@@ -121,6 +123,12 @@ def describe_part(folder: Path, part: str, record: Mapping[str, Any], speed: str
     head = f"part {part} of {folder} is finished: {total['documents']:,} documents, {total['tokens']:,} tokens"
     advice = "when all parts are: the same command with --join for --part"
     return "\n\n".join(filter(None, [head, speed, _dropped(record["dropped"], total["documents"]), advice]))
+
+
+def _kept(counts: Mapping[str, int]) -> str:
+    """Returns how many documents have what was kept with them; also of none, where it was asked for."""
+    told = [f"{name} of {count:,} documents" for name, count in counts.items() if count or name not in KEPT]
+    return f"kept: {', '.join(told)}" if told else ""
 
 
 def _dropped(dropped: Mapping[str, Any], written: int) -> str:

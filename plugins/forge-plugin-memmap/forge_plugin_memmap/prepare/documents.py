@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple, Protocol
@@ -18,27 +19,36 @@ EXAMPLES = 3
 """Most places that are recorded for each reason."""
 
 
-class CutLine(NamedTuple):
-    """A line of a file whose beginning another part has: its number in the file is not known yet."""
+@frozen
+class Fields:
+    """Keys or columns that are read."""
+
+    text: str = "text"
+    """The key or column that holds the text."""
+    kept: tuple[str, ...] = ()
+    """Those whose values are kept with the document, where it has them."""
+
+
+class Place(NamedTuple):
+    """Where a document lies: `data/a.jsonl:17`."""
 
     name: str
-    number: int
-    """Counted from 1 at `after`."""
-    after: int
-    """Byte of the file."""
+    """Of the file."""
+    number: int = 0
+    """Of the line or row, from 1; 0: the file is one document."""
+    after: int = 0
+    """Byte of the file from which lines are counted. Where another part has the lines before it, the number in the
+    file is not known yet."""
 
     def __str__(self) -> str:
-        return f"{self.name}:{self.number} from byte {self.after}"
-
-
-Where = str | CutLine
-"""`data/a.jsonl:17`."""
+        number = f":{self.number}" if self.number else ""
+        return f"{self.name}{number} from byte {self.after}" if self.after else f"{self.name}{number}"
 
 
 class Text(NamedTuple):
     """A document, or a piece of one."""
 
-    where: Where
+    where: Place
     text: str
     size: int
     """Bytes in UTF-8."""
@@ -46,12 +56,14 @@ class Text(NamedTuple):
     """Whether the document ends with it."""
     is_first: bool = True
     """Whether the document begins with it."""
+    kept: tuple[bytes, ...] = ()
+    """Values of `Fields.kept` in UTF-8, empty where there is none; empty as a whole if there is none at all."""
 
 
 class Drop(NamedTuple):
     """A file, line or row that yields no document."""
 
-    where: Where
+    where: Place
     reason: Reason
     detail: str
 
@@ -89,22 +101,26 @@ class Read(NamedTuple):
 class Example:
     """Something that was left out."""
 
-    where: Where
+    where: str | Place
     detail: str = ""
 
     @classmethod
     def of(cls, plain: Any) -> Example:
         """The inverse of `plain`."""
-        return cls(plain) if isinstance(plain, str) else cls(CutLine(*plain["line"]), plain["detail"])
+        return cls(plain) if isinstance(plain, str) else cls(Place(*plain["line"]), plain["detail"])
 
     def plain(self) -> Any:
         """As JSON: text, or a table as long as the number of its line is not known."""
-        return str(self) if isinstance(self.where, str) else {"line": [*self.where], "detail": self.detail}
+        if isinstance(self.where, str) or not self.where.after:
+            return str(self)
+        return {"line": [*self.where], "detail": self.detail}
 
     def numbered(self, lines: int) -> Example:
         """Returns it with the number of its line in the file, of which `lines` lie before the part."""
         cut = self.where
-        return self if isinstance(cut, str) else Example(f"{cut.name}:{lines + cut.number}", self.detail)
+        if isinstance(cut, str) or not cut.after:
+            return self
+        return Example(Place(cut.name, lines + cut.number), self.detail)
 
     def __str__(self) -> str:
         return f"{self.where} ({self.detail})" if self.detail else str(self.where)
@@ -163,6 +179,20 @@ def pieces(parts: Iterable[str]) -> Iterator[tuple[str, bool]]:
             yield text[start:end], False
             start = end
     yield text[start:], True
+
+
+def kept_value(value: Any) -> bytes:
+    """Returns a value that is kept with a document, as text in UTF-8; empty for none.
+
+    Text stays as it is; anything else, a number or a table, is kept as JSON.
+    """
+    if value is None:
+        return b""
+    if isinstance(value, bytes):
+        value = value.decode(errors="backslashreplace")
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    # JSON can escape half a surrogate pair: it stays an escape, as an id must not stop the data
+    return text.encode(errors="backslashreplace")
 
 
 def utf8_size(text: str) -> int:

@@ -23,8 +23,9 @@ import numpy as np
 from forge_core.contracts.data import Tokenizer
 from forge_core.contracts.errors import ForgeError, JobError
 from forge_kit.data.tokenizers import begin_of_text
-from forge_plugin_memmap.prepare.documents import PIECE_CHARACTERS, Drop, Dropped, Item, Text, pieces, utf8_size
-from forge_plugin_memmap.prepare.inputs import Chunk
+from forge_plugin_memmap.prepare.documents import PIECE_CHARACTERS, Drop, Dropped, Place, Text, pieces, utf8_size
+from forge_plugin_memmap.prepare.inputs import Chunk, InputItem
+from forge_plugin_memmap.prepare.origin_files import Origins
 from forge_plugin_memmap.tokenizer_folder import load_kept
 
 BATCH_BYTES = 1 << 18
@@ -43,23 +44,26 @@ class Block(NamedTuple):
     """(D,) where documents end."""
     sizes: np.ndarray
     """(D + 1,) bytes of text of each document in this block; the last entry is of the one that continues, if any."""
+    origins: Origins
+    """Of the D documents: as they are counted, where a document ends."""
 
     def cut(self, first: int, stop: int | None = None) -> Block:
         """Returns documents [first, stop) of the block; without `stop` also the one that continues."""
         begin = int(self.ends[first - 1]) if first else 0
         if stop is None:
-            return Block(self.ids[begin:], self.ends[first:] - begin, self.sizes[first:])
+            return Block(self.ids[begin:], self.ends[first:] - begin, self.sizes[first:], self.origins.cut(first))
         end = int(self.ends[stop - 1]) if stop else 0
         # 0: no document continues after the cut
         sizes = np.append(self.sizes[first:stop], 0)
-        return Block(self.ids[begin:end], self.ends[first:stop] - begin, sizes)
+        return Block(self.ids[begin:end], self.ends[first:stop] - begin, sizes, self.origins.cut(first, stop))
 
     def select(self, chosen: np.ndarray) -> Block:
         """Returns some documents of the block: (D + 1,) whether each is chosen; the last one is one that continues."""
         lengths = np.diff(self.ends, prepend=0, append=len(self.ids))
         ended = chosen[:-1]
         sizes = np.append(self.sizes[:-1][ended], self.sizes[-1] if chosen[-1] else 0)
-        return Block(self.ids[np.repeat(chosen, lengths)], np.cumsum(lengths[:-1][ended]), sizes)
+        ids, ends = self.ids[np.repeat(chosen, lengths)], np.cumsum(lengths[:-1][ended])
+        return Block(ids, ends, sizes, self.origins.select(ended))
 
 
 class Encoded(NamedTuple):
@@ -72,12 +76,12 @@ class Encoded(NamedTuple):
 class Encoder:
     """Encodes chunks with a tokenizer."""
 
-    def __init__(self, tokenizer: Tokenizer, strict: bool) -> None:
-        """If `strict`, an input that yields no document is an error unless it is empty."""
-        self._tokenizer, self._strict = tokenizer, strict
+    def __init__(self, tokenizer: Tokenizer, strict: bool, kept: int = 0) -> None:
+        """If `strict`, an input that yields no document is an error unless it is empty; so many fields are `kept`."""
+        self._tokenizer, self._strict, self._kept = tokenizer, strict, kept
         self._dtype, self._begin = id_dtype(tokenizer.vocab_size), begin_of_text(tokenizer)
 
-    def encode(self, items: Iterable[Item]) -> Encoded:
+    def encode(self, items: Iterable[InputItem]) -> Encoded:
         """Returns the ids of the documents of a chunk.
 
         Raises:
@@ -87,33 +91,40 @@ class Encoder:
         dropped = Dropped()
         # Arrays and not lists, in which each id would be an object
         ids, ends, sizes = array("q"), array("q"), array("q", [0])
-        names: list[str] = []
+        names: list[Place] = []
+        inputs, lines, kept = list[int](), list[int](), list[tuple[bytes, ...]]()
         for batch in _batches(self._texts(items, dropped)):
-            for text, encoded in zip(batch, self._tokenizer.encode_batch([text.text for text in batch]), strict=True):
+            texts = [text.text for _, text in batch]
+            for (number, text), encoded in zip(batch, self._tokenizer.encode_batch(texts), strict=True):
                 ids.fromlist([*self._begin, *encoded] if text.is_first else encoded)
                 sizes[-1] += text.size
                 # Only the first piece of a document adds its name
                 if len(names) == len(ends):
-                    names.append(str(text.where))
+                    names.append(text.where)
                 if text.is_last:
                     ids.append(self._tokenizer.end_of_text)
                     ends.append(len(ids))
                     sizes.append(0)
-        block = Block(*(np.asarray(column, np.int64) for column in (ids, ends, sizes)))
+                    inputs.append(number)
+                    lines.append(text.where.number)
+                    kept.append(text.kept)
+        origins = Origins.of(inputs, lines, kept, self._kept)
+        block = Block(np.asarray(ids, np.int64), np.asarray(ends, np.int64), np.asarray(sizes, np.int64), origins)
         self._check(block, names)
         # Narrowed after the check, which a wrapped id would pass; fewer bytes go between processes.
         return Encoded(block._replace(ids=block.ids.astype(self._dtype)), dropped)
 
-    def _texts(self, items: Iterable[Item], dropped: Dropped) -> Iterator[Text]:
-        for item in items:
+    def _texts(self, items: Iterable[InputItem], dropped: Dropped) -> Iterator[tuple[int, Text]]:
+        """Yields each text with the number of its input."""
+        for number, item in items:
             for document in item.documents():
                 if isinstance(document, Drop):
                     refuse(document, self._strict)
                     dropped.add(document)
                 else:
-                    yield from _in_pieces(document)
+                    yield from ((number, piece) for piece in _in_pieces(document))
 
-    def _check(self, block: Block, names: Sequence[str]) -> None:
+    def _check(self, block: Block, names: Sequence[Place]) -> None:
         """Refuse ids that are not in the vocabulary, and text that is encoded with the end-of-text."""
         size, end = self._tokenizer.vocab_size, self._tokenizer.end_of_text
         wrong = (block.ids < 0) | (block.ids >= size) | (block.ids == end)
@@ -147,16 +158,16 @@ def _in_pieces(text: Text) -> Iterator[Text]:
         yield text
         return
     for number, (piece, is_last) in enumerate(pieces([text.text])):
-        yield Text(text.where, piece, utf8_size(piece), is_last, is_first=number == 0)
+        yield Text(text.where, piece, utf8_size(piece), is_last, number == 0, text.kept)
 
 
-def _batches(texts: Iterable[Text]) -> Iterator[list[Text]]:
+def _batches(texts: Iterable[tuple[int, Text]]) -> Iterator[list[tuple[int, Text]]]:
     """Yields groups of texts, in order, bounded in number and in size (a single text may exceed that)."""
-    batch: list[Text] = []
+    batch: list[tuple[int, Text]] = []
     size = 0
-    for text in texts:
-        batch.append(text)
-        size += text.size
+    for numbered in texts:
+        batch.append(numbered)
+        size += numbered[1].size
         if size >= BATCH_BYTES or len(batch) == BATCH_TEXTS:
             yield batch
             batch, size = [], 0
@@ -174,26 +185,27 @@ class Pool(Protocol):
 
 
 @contextmanager
-def open_pool(workers: int, tokenizer: Path, strict: bool) -> Iterator[Pool]:
+def open_pool(workers: int, tokenizer: Path, strict: bool, kept: int) -> Iterator[Pool]:
     """Opens worker processes; with one worker, this process encodes.
 
     Args:
         workers: number of processes.
         tokenizer: the folder that holds the tokenizer.
         strict: see `Encoder`.
+        kept: likewise.
 
     Raises:
         ForgeError: within the context, a worker process ended.
     """
     if workers == 1:
         with _one_thread():
-            yield InProcess(Encoder(load_kept(tokenizer), strict))
+            yield InProcess(Encoder(load_kept(tokenizer), strict, kept))
         return
     executor = ProcessPoolExecutor(
         workers,
         multiprocessing.get_context("spawn"),  # a fork would copy threads of pyarrow and tokenizers in mid-flight
         initializer=_start,
-        initargs=(tokenizer, strict),
+        initargs=(tokenizer, strict, kept),
     )
     try:
         yield Processes(executor, workers)
@@ -258,12 +270,12 @@ class _Worker:
     encoder: ClassVar[Encoder]
 
 
-def _start(tokenizer: Path, strict: bool) -> None:
+def _start(tokenizer: Path, strict: bool, kept: int) -> None:
     # One thread for each worker, as in `_one_thread`
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles it
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _Worker.encoder = Encoder(load_kept(tokenizer), strict)
+    _Worker.encoder = Encoder(load_kept(tokenizer), strict, kept)
 
 
 def _end_with_parent() -> None:
@@ -274,5 +286,5 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _encode(items: tuple[Item, ...]) -> Encoded:
+def _encode(items: tuple[InputItem, ...]) -> Encoded:
     return _Worker.encoder.encode(items)

@@ -95,7 +95,8 @@ class State:
         splits = {split: {**_counts(written), "files": written.shards} for split, written in self.splits.items()}
         files = {name: described for written in self.splits.values() for name, described in written.files.items()}
         head = {"made_by": MADE_BY, "format": FORMAT, "arguments": self.arguments, "tokenizer": self.tokenizer}
-        return {**head, "splits": splits, "dropped": self.dropped.plain(), "files": files}
+        kept = {name: sum(w.kept.get(name, 0) for w in self.splits.values()) for name in self.arguments["keep"]}
+        return {**head, "splits": splits, "kept": kept, "dropped": self.dropped.plain(), "files": files}
 
 
 def _counts(written: Written) -> dict[str, int]:
@@ -198,9 +199,10 @@ def _comparable(before: Arguments, now: Arguments) -> Arguments:
     """Returns earlier arguments as they would be written now.
 
     Strict `errors` are the present ones: unfailed, strict has skipped nothing. Keys that the tokenizer's component has
-    got since have their defaults, and so has the format.
+    got since have their defaults, and so has the format. Folders that were begun without origins of documents kept
+    nothing (None), which is not the same as no field.
     """
-    before = {**before, "format": before.get("format", "forge")}
+    before = {**before, "format": before.get("format", "forge"), "keep": before.get("keep")}
     if before["tokenizer"].keys() < now["tokenizer"].keys():
         catalog = Catalog.installed()
         component = parse_component(before["tokenizer"], MANIFEST, TokenizerComponent, catalog)

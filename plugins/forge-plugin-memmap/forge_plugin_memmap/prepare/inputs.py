@@ -14,12 +14,12 @@ from attrs import asdict, field, frozen
 from forge_core.contracts.errors import JobError, Problem
 from forge_kit.data.data_files import FileFinder
 from forge_plugin_memmap.paths import FoundFile, distinct, expand
-from forge_plugin_memmap.prepare.documents import Item, Read
+from forge_plugin_memmap.prepare.documents import Fields, Item, Read
 from forge_plugin_memmap.prepare.parquet_files import cut_rows, parquet_fault, read_rows
 from forge_plugin_memmap.prepare.text_files import COMPRESSIONS, cut_lines, read_lines, read_text
 
-Reader = Callable[[str, str, Mapping[str, int], Mapping[str, int]], Iterator[Read]]
-"""(path, field, place, end) -> the parts of a file from the place to the end; without keys, its beginning and end."""
+Reader = Callable[[str, Fields, Mapping[str, int], Mapping[str, int]], Iterator[Read]]
+"""(path, fields, place, end) -> the parts of a file from the place to the end; without keys, its beginning and end."""
 CHUNK = 1 << 20
 """Bytes of text that are encoded at a time, at least. The result does not depend on it."""
 READERS: dict[str, Reader] = {".jsonl": read_lines, ".txt": read_text, ".md": read_text, ".py": read_text}
@@ -45,10 +45,17 @@ class InputPosition:
         return asdict(self)
 
 
+class InputItem(NamedTuple):
+    """An item, and the number of the input that it is of."""
+
+    input: int
+    item: Item
+
+
 class Chunk(NamedTuple):
     """A part of the input that a worker encodes at a time."""
 
-    items: tuple[Item, ...]
+    items: tuple[InputItem, ...]
     then: InputPosition
     """Where the next chunk begins."""
 
@@ -100,18 +107,18 @@ def position_of(inputs: Sequence[Input], byte: int) -> InputPosition:
 
 
 def read_chunks(
-    inputs: Sequence[Input], field: str, place: InputPosition, end: InputPosition | None = None
+    inputs: Sequence[Input], fields: Fields, place: InputPosition, end: InputPosition | None = None
 ) -> Iterator[Chunk]:
     """Yields all chunks from a place on, to the `end`; by default, to the end of all inputs."""
     end = end_of(inputs) if end is None else end
-    items: list[Item] = []
+    items: list[InputItem] = []
     size, here = 0, place
-    for here, item, item_size in _items(inputs, field, place, end):
+    for here, item, item_size in _items(inputs, fields, place, end):
         # Checked before an item is added, so that `here`, where this item begins, is where the next chunk starts
         if size >= CHUNK:
             yield Chunk(tuple(items), here)
             items, size = [], 0
-        items.append(item)
+        items.append(InputItem(here.input, item))
         size += item_size
     if items:
         # Behind the last input, so that a command that continues from there reads nothing again. Where that is cut, its
@@ -120,14 +127,14 @@ def read_chunks(
 
 
 def _items(
-    inputs: Sequence[Input], field: str, place: InputPosition, end: InputPosition
+    inputs: Sequence[Input], fields: Fields, place: InputPosition, end: InputPosition
 ) -> Iterator[tuple[InputPosition, Item, int]]:
     before = sum(input_.size for input_ in inputs[: place.input])
     # The input that the end lies in is read to there; at its beginning, not at all
     last = end.input + bool(end.at)
     for number, input_ in enumerate(inputs[place.input : last], place.input):
         at = place.at if number == place.input else {}
-        for read in input_.read(input_.name, field, at, end.at if number == end.input else {}):
+        for read in input_.read(input_.name, fields, at, end.at if number == end.input else {}):
             yield InputPosition(number, read.at, before + read.passed), read.item, read.size
         before += input_.size
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from attrs import frozen
@@ -36,6 +36,7 @@ from forge_plugin_memmap.prepare.folder import (
     room_to_write,
 )
 from forge_plugin_memmap.prepare.inputs import Chunk, InputPosition
+from forge_plugin_memmap.prepare.origin_files import ROWS, TEXTS, Origins, read_origins
 from forge_plugin_memmap.prepare.part_range import Part
 from forge_plugin_memmap.prepare.parts import no_documents, part_arguments, part_folder
 from forge_plugin_memmap.prepare.run import Settings, demand_documents, make_tokenizer, open_writers, write
@@ -109,7 +110,8 @@ def join(settings: Settings, console: Console) -> tuple[Mapping[str, Any], str]:
             writers = open_writers(output, settings, state, tokenizer, stack, FORMATS[settings.format])
             total = sum(_bytes_of(part) for part in parts)
             meter = stack.enter_context(open_meter(console, total, state))
-            chunks = _read(parts, state.place, np.dtype(id_dtype(tokenizer.vocab_size)))
+            kept = len(settings.fields.kept)
+            chunks = _read(parts, state.place, np.dtype(id_dtype(tokenizer.vocab_size)), kept)
             write(chunks, writers, output, state, meter, settings.held_out_every)
         demand_documents(settings, state)
         manifest = finish(output, state)
@@ -197,7 +199,9 @@ def _demand_tokenizer(parts: Sequence[FinishedPart], state: State) -> None:
 # --- their documents ---------------------------------------------------------------------------------------------
 
 
-def _read(parts: Sequence[FinishedPart], place: InputPosition, dtype: np.dtype) -> Iterator[tuple[Chunk, Encoded]]:
+def _read(
+    parts: Sequence[FinishedPart], place: InputPosition, dtype: np.dtype, kept: int
+) -> Iterator[tuple[Chunk, Encoded]]:
     """Yields the documents of all parts from a place on: the part, the shard in it, and the tokens before."""
     bases = list(_line_bases(parts))
     passed = sum(_bytes_of(part) for part in parts[: place.input])
@@ -206,18 +210,19 @@ def _read(parts: Sequence[FinishedPart], place: InputPosition, dtype: np.dtype) 
         for shard, name in enumerate(part.shards):
             # Shards before the place are passed over
             start = at["token"] if at and shard == at["shard"] else 0
-            blocks = () if at and shard < at["shard"] else _blocks(part.folder / name, start, dtype)
+            blocks = () if at and shard < at["shard"] else _blocks(part.folder / name, start, dtype, kept)
             for stop, block in blocks:
+                _add_lines(block.origins, bases[number])
                 then = InputPosition(number, {"shard": shard, "token": stop}, passed + stop * dtype.itemsize)
                 yield Chunk((), then), Encoded(block, Dropped())
             passed += part.files[name]["size"] - HEADER.size
         # After its documents: with the place behind this part, so that it is counted once
-        nothing = Block(np.empty(0, dtype), np.empty(0, np.int64), np.zeros(1, np.int64))
+        nothing = Block(np.empty(0, dtype), np.empty(0, np.int64), np.zeros(1, np.int64), Origins.none(kept))
         then = InputPosition(number + 1, {}, passed)
-        yield Chunk((), then), Encoded(nothing, _dropped(part, bases[number]))
+        yield Chunk((), then), Encoded(nothing, _dropped(part, bases[number].lines))
 
 
-def _blocks(path: Path, start: int, dtype: np.dtype) -> Iterator[tuple[int, Block]]:
+def _blocks(path: Path, start: int, dtype: np.dtype, kept: int) -> Iterator[tuple[int, Block]]:
     """Yields the ids of a shard of a part from a token on, each block with the token at which it ends."""
     ends = np.fromfile(path.with_suffix(ENDS), "<i8")
     texts = np.diff(np.fromfile(path.with_suffix(TEXT_BYTES), "<i8"), prepend=0)
@@ -227,13 +232,10 @@ def _blocks(path: Path, start: int, dtype: np.dtype) -> Iterator[tuple[int, Bloc
         while start < total:
             stop = min(start + TOKENS_AT_ONCE, total)
             first, last = np.searchsorted(ends, [start, stop], side="right")
+            origins = read_origins(path.with_suffix(ROWS), path.with_suffix(TEXTS), int(first), int(last), kept)
+            ids, sizes = np.fromfile(file, dtype, stop - start), np.append(texts[first:last], 0)
             # A document counts where it ends, and all of its bytes with it
-            yield (
-                stop,
-                Block(
-                    np.fromfile(file, dtype, stop - start), ends[first:last] - start, np.append(texts[first:last], 0)
-                ),
-            )
+            yield stop, Block(ids, ends[first:last] - start, sizes, origins)
             start = stop
 
 
@@ -241,15 +243,28 @@ def _bytes_of(part: FinishedPart) -> int:
     return sum(described["size"] - HEADER.size for name, described in part.files.items() if name.endswith(TOKENS))
 
 
-def _line_bases(parts: Sequence[FinishedPart]) -> Iterator[int]:
+class _Base(NamedTuple):
+    """What lies before a part in the file in which it begins."""
+
+    input: int
+    lines: int
+
+
+def _line_bases(parts: Sequence[FinishedPart]) -> Iterator[_Base]:
     """Yields for each part the lines of its first file that lie before it."""
-    lines = 0
+    number = lines = 0
     for part in parts:
-        yield lines
-        at = part.record["place"]["at"]
+        yield _Base(number, lines)
+        number, at = part.record["place"]["input"], part.record["place"]["at"]
         # Where it ended: the number of the next line, which it has counted from where it began in this file, or from
         # the file's beginning. Without a line it has not ended within JSON lines.
         lines = at.get("line", 1) - 1 + (lines if "after" in at else 0)
+
+
+def _add_lines(origins: Origins, base: _Base) -> None:
+    """Count the lines of a part from the beginning of their file, in place."""
+    if base.lines:
+        origins.lines[origins.inputs == base.input] += base.lines
 
 
 def _dropped(part: FinishedPart, lines: int) -> Dropped:

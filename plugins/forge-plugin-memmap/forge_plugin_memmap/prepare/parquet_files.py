@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from attrs import frozen
 
 from forge_core.contracts.errors import JobError
-from forge_plugin_memmap.prepare.documents import BLOCK, Drop, Read, Text
+from forge_plugin_memmap.prepare.documents import BLOCK, Drop, Fields, Place, Read, Text, kept_value
 
 MOST_ROWS = 1 << 14
 """Rows read at a time, however short they are."""
@@ -25,23 +25,26 @@ class Rows:
     first: int
     """Number of the first row, counted from 1."""
     values: tuple[bytes | None, ...]
+    kept: Sequence[tuple[bytes, ...]] = ()
+    """Kept values of each row; empty: no row has any."""
 
     def documents(self) -> Iterator[Text | Drop]:
         """Yields the text of each row, or why it has none; places are `NAME:ROW`, from 1."""
-        for number, value in enumerate(self.values, self.first):
-            yield _parse(value, f"{self.name}:{number}")
+        for number, value in enumerate(self.values):
+            kept = self.kept[number] if self.kept else ()
+            yield _parse(value, Place(self.name, self.first + number), kept)
 
 
-def _parse(value: bytes | None, where: str) -> Text | Drop:
+def _parse(value: bytes | None, where: Place, kept: tuple[bytes, ...]) -> Text | Drop:
     if not value:
         return Drop(where, "empty", "") if value is not None else Drop(where, "not a string", "null")
     try:
-        return Text(where, value.decode(), len(value))
+        return Text(where, value.decode(), len(value), kept=kept)
     except UnicodeDecodeError as error:
         return Drop(where, "not UTF-8", f"byte {error.start} of the text, 0x{value[error.start]:02x}: {error.reason}")
 
 
-def read_rows(path: str, field: str, at: Mapping[str, int], end: Mapping[str, int]) -> Iterator[Read]:
+def read_rows(path: str, fields: Fields, at: Mapping[str, int], end: Mapping[str, int]) -> Iterator[Read]:
     """Yields the rows of a file between two places: the number of rows before each. The `end` begins a row group.
 
     Raises:
@@ -51,12 +54,15 @@ def read_rows(path: str, field: str, at: Mapping[str, int], end: Mapping[str, in
 
     try:
         with open_parquet(path) as file:
-            yield from _batches(file, path, field, at.get("row", 0), end.get("row"))
+            yield from _batches(file, path, fields, at.get("row", 0), end.get("row"))
     except (pyarrow.ArrowException, OSError) as error:
         raise JobError(f"{path}: cannot be read as Parquet ({error}); make the file again") from error
 
 
-def _batches(file: Any, path: str, field: str, start: int, stop: int | None) -> Iterator[Read]:
+def _batches(file: Any, path: str, fields: Fields, start: int, stop: int | None) -> Iterator[Read]:
+    known = set(file.schema_arrow.names)
+    # The text once, also where it is kept as well
+    columns = list(dict.fromkeys([fields.text, *(name for name in fields.kept if name in known)]))
     row, total = 0, max(file.metadata.num_rows, 1)
     size = os.path.getsize(path)
     for group in range(file.num_row_groups):
@@ -67,16 +73,27 @@ def _batches(file: Any, path: str, field: str, start: int, stop: int | None) -> 
         if row + count <= start:
             row += count
             continue
-        for batch in file.iter_batches(_rows_at_once(file, group, field), row_groups=[group], columns=[field]):
+        for batch in file.iter_batches(_rows_at_once(file, group, fields.text), row_groups=[group], columns=columns):
             # Batches begin with a row group, so a command that continues decodes its rows before the place again
             skipped = min(max(start - row, 0), len(batch))
-            values = _bytes_of(batch.column(0)[skipped:])
+            values = _bytes_of(batch.column(fields.text)[skipped:])
             row += skipped
             if values:
                 read = sum(len(value or b"") for value in values)
                 # Bytes in proportion to the rows, since the size of a batch on disk is not known
-                yield Read({"row": row}, size * row // total, Rows(path, row + 1, values), read)
+                rows = Rows(path, row + 1, values, _kept_of(batch.slice(skipped), fields))
+                yield Read({"row": row}, size * row // total, rows, read)
             row += len(values)
+
+
+def _kept_of(batch: Any, fields: Fields) -> Sequence[tuple[bytes, ...]]:
+    """Returns the kept values of each row; empty if the file has none of these columns."""
+    names = batch.schema.names
+    if not any(name in names for name in fields.kept):
+        return ()
+    nothing = [None] * len(batch)
+    columns = [batch.column(name).to_pylist() if name in names else nothing for name in fields.kept]
+    return [tuple(map(kept_value, row)) for row in zip(*columns, strict=True)]
 
 
 def cut_rows(path: str, byte: int) -> Mapping[str, int]:

@@ -5,6 +5,7 @@ writes all of its documents one after the other, with the bytes of each text; `j
 
     parts/2-of-7/train-00000.bin      ids, as in a shard, with the `.ends` beside them
     parts/2-of-7/train-00000.bytes    bytes of the texts up to the end of each document
+    parts/2-of-7/train-00000.origin_rows, .origin_texts    where each comes from (`origin_files`)
     parts/2-of-7/part.json            counts, digests, arguments, what was left out; written last
 """
 
@@ -35,7 +36,7 @@ from forge_plugin_memmap.prepare.inputs import read_chunks
 from forge_plugin_memmap.prepare.part_range import Part
 from forge_plugin_memmap.prepare.run import Settings, make_tokenizer, open_writers, write
 from forge_plugin_memmap.prepare.shard_formats import FORMATS
-from forge_plugin_memmap.prepare.writing import TEXT_BYTES, Written
+from forge_plugin_memmap.prepare.writing import Written
 
 
 def part_arguments(arguments: Mapping[str, Any], part: Part) -> dict[str, Any]:
@@ -73,10 +74,11 @@ def prepare_part(settings: Settings, part: Part, console: Console) -> tuple[Mapp
         tokenizer = make_tokenizer(folder, settings, state, console, no_documents)
         began, speed = time.monotonic(), Speed(state.tokens)
         with ExitStack() as stack:
-            writers = open_writers(folder, settings, state, tokenizer, stack, FORMATS["forge"], [TEXT_BYTES])
+            writers = open_writers(folder, settings, state, tokenizer, stack, FORMATS["forge"], is_part=True)
             meter = stack.enter_context(open_meter(console, end.passed - begin.passed, state, begin.passed))
-            pool = stack.enter_context(open_pool(settings.workers, folder / TOKENIZER, settings.strict))
-            chunks = read_chunks(settings.inputs, settings.field, state.place, end)
+            kept = len(settings.fields.kept)
+            pool = stack.enter_context(open_pool(settings.workers, folder / TOKENIZER, settings.strict, kept))
+            chunks = read_chunks(settings.inputs, settings.fields, state.place, end)
             write(pool.encode(chunks), writers, folder, state, meter, held_out_every=0)
         # Before the record: the ids would be of no single state of the inputs
         for input_ in settings.inputs[begin.input : end.input + 1]:

@@ -19,7 +19,7 @@ from forge_core.plugins.catalog import Catalog
 from forge_kit.data.cache import digest_of
 from forge_plugin_memmap.manifest import HELD_OUT, TOKENIZER, TRAIN
 from forge_plugin_memmap.prepare.console import Meter, Speed, open_meter
-from forge_plugin_memmap.prepare.documents import Drop
+from forge_plugin_memmap.prepare.documents import Drop, Fields
 from forge_plugin_memmap.prepare.encoding import Block, Encoded, open_pool, refuse
 from forge_plugin_memmap.prepare.folder import (
     State,
@@ -31,6 +31,7 @@ from forge_plugin_memmap.prepare.folder import (
     save_state,
 )
 from forge_plugin_memmap.prepare.inputs import Chunk, Input, InputPosition, end_of, read_chunks
+from forge_plugin_memmap.prepare.origin_files import OriginWriter
 from forge_plugin_memmap.prepare.part_range import Part
 from forge_plugin_memmap.prepare.shard_formats import FORMATS, ShardFormat
 from forge_plugin_memmap.prepare.tokenizer import keep_tokenizer
@@ -48,7 +49,7 @@ class Settings:
     inputs: Sequence[Input]
     output: Path
     tokenizer: TokenizerComponent
-    field: str
+    fields: Fields
     shard_tokens: int
     held_out_every: int
     strict: bool
@@ -73,7 +74,8 @@ class Settings:
                 "sha256": digest_of(self.identities()),
             },
             "tokenizer": to_toml(self.tokenizer, Catalog.installed()),
-            "field": self.field,
+            "field": self.fields.text,
+            "keep": list(self.fields.kept),
             "shard_tokens": self.shard_tokens,
             "held_out_every": self.held_out_every,
             "errors": "strict" if self.strict else "skip",
@@ -151,8 +153,8 @@ def _training_texts(settings: Settings) -> Callable[[], Iterable[str]]:
 
     def texts() -> Iterator[str]:
         number = 0
-        for chunk in read_chunks(settings.inputs, settings.field, InputPosition()):
-            for document in (document for item in chunk.items for document in item.documents()):
+        for chunk in read_chunks(settings.inputs, settings.fields, InputPosition()):
+            for document in (document for _, item in chunk.items for document in item.documents()):
                 if isinstance(document, Drop):
                     refuse(document, settings.strict)
                     continue
@@ -166,11 +168,12 @@ def _training_texts(settings: Settings) -> Callable[[], Iterable[str]]:
 
 def _encode(settings: Settings, state: State, tokenizer: KeptTokenizer, console: Console) -> None:
     """Encode from the state's position to the end of the inputs."""
-    chunks = read_chunks(settings.inputs, settings.field, state.place)
+    chunks = read_chunks(settings.inputs, settings.fields, state.place)
     with ExitStack() as stack:
         writers = open_writers(settings.output, settings, state, tokenizer, stack, FORMATS[settings.format])
         meter = stack.enter_context(open_meter(console, end_of(settings.inputs).passed, state))
-        pool = stack.enter_context(open_pool(settings.workers, settings.output / TOKENIZER, settings.strict))
+        kept = len(settings.fields.kept)
+        pool = stack.enter_context(open_pool(settings.workers, settings.output / TOKENIZER, settings.strict, kept))
         write(pool.encode(chunks), writers, settings.output, state, meter, settings.held_out_every)
 
 
@@ -181,12 +184,15 @@ def open_writers(
     tokenizer: KeptTokenizer,
     stack: ExitStack,
     format: ShardFormat,
-    more: Sequence[str] = (),
+    is_part: bool = False,
 ) -> dict[str, SplitWriter]:
-    """Returns a writer for each split of the state, which the `stack` closes; `format` and `more` as `SplitWriter`."""
+    """Returns a writer for each split of the state, which the `stack` closes; the last two as of `SplitWriter`."""
     sizes = tokenizer.vocab_size, tokenizer.end_of_text, settings.shard_tokens
+    origins = OriginWriter([input_.name for input_ in settings.inputs], settings.fields.kept)
     splits = state.splits.items()
-    writers = {split: SplitWriter(output, split, *sizes, written, format, more) for split, written in splits}
+    writers = {
+        split: SplitWriter(output, split, *sizes, written, origins, format, is_part) for split, written in splits
+    }
     for writer in writers.values():
         stack.callback(writer.close)
     return writers
@@ -221,9 +227,10 @@ def write(
         if time.monotonic() - saved >= SAVE_EVERY_S:
             _save(output, state, writers)
             saved = time.monotonic()
-    # Without a save: a process that dies before the manifest is written repeats the work since the last one
     for writer in writers.values():
         writer.finish()
+    # Of which the last shards are part, so that what they were made from may go
+    _save(output, state, writers)
 
 
 def _save(output: Path, state: State, writers: Mapping[str, SplitWriter]) -> None:
@@ -231,6 +238,9 @@ def _save(output: Path, state: State, writers: Mapping[str, SplitWriter]) -> Non
     for writer in writers.values():
         writer.sync()
     save_state(output, state)
+    # Only now: a process that continues from an earlier state makes these shards again
+    for writer in writers.values():
+        writer.remove_passed()
 
 
 def split_block(block: Block, number: int, every: int) -> Iterator[tuple[str, Block]]:

@@ -13,7 +13,18 @@ from typing import Any, BinaryIO
 from attrs import frozen
 
 from forge_core.contracts.errors import JobError
-from forge_plugin_memmap.prepare.documents import BLOCK, CutLine, Drop, Read, Ready, Text, Where, pieces, utf8_size
+from forge_plugin_memmap.prepare.documents import (
+    BLOCK,
+    Drop,
+    Fields,
+    Place,
+    Read,
+    Ready,
+    Text,
+    kept_value,
+    pieces,
+    utf8_size,
+)
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 BYTE_ORDER_MARK = "\ufeff"
@@ -27,18 +38,18 @@ class Lines:
     first: int
     """Number of the first line, counted from 1."""
     data: bytes
-    field: str
+    fields: Fields
     after: int = 0
     """Byte of the file from which lines are counted, where a part begins within it."""
 
     def documents(self) -> Iterator[Text | Drop]:
         """Parses each line; places are `NAME:LINE`, from 1."""
         for number, line in enumerate(io.BytesIO(self.data), self.first):
-            where = CutLine(self.name, number, self.after) if self.after else f"{self.name}:{number}"
-            yield parse_line(line, where, self.field, is_first=number == 1 and not self.after)
+            where = Place(self.name, number, self.after)
+            yield parse_line(line, where, self.fields, is_first=number == 1 and not self.after)
 
 
-def read_lines(path: str, field: str, at: Mapping[str, int], end: Mapping[str, int]) -> Iterator[Read]:
+def read_lines(path: str, fields: Fields, at: Mapping[str, int], end: Mapping[str, int]) -> Iterator[Read]:
     """Yields the lines of a file between two places: the decompressed bytes and the lines before each.
 
     If there is an `end`, the last item is without lines and begins there.
@@ -53,12 +64,12 @@ def read_lines(path: str, field: str, at: Mapping[str, int], end: Mapping[str, i
             inside = data if stop is None else data[: stop - start]
             # `passed` is from before this block was read: the position is where the block begins.
             here = {"byte": start, "line": line, **after}
-            yield Read(here, passed, Lines(path, line, inside, field, **after), len(inside))
+            yield Read(here, passed, Lines(path, line, inside, fields, **after), len(inside))
             start, line, passed = start + len(inside), line + inside.count(b"\n"), stream.passed()
             if start == stop:
                 break
     if stop is not None:
-        yield Read({"byte": start, "line": line, **after}, stop, Lines(path, line, b"", field, **after), 0)
+        yield Read({"byte": start, "line": line, **after}, stop, Lines(path, line, b"", fields, **after), 0)
 
 
 def cut_lines(path: str, byte: int) -> Mapping[str, int]:
@@ -88,7 +99,7 @@ def _whole_lines(stream: Stream) -> Iterator[bytes]:
         yield b"".join(parts)
 
 
-def parse_line(line: bytes, where: Where, field: str, is_first: bool = False) -> Text | Drop:
+def parse_line(line: bytes, where: Place, fields: Fields, is_first: bool = False) -> Text | Drop:
     """Returns the document of a line, without a byte-order mark before the first one."""
     try:
         text = line.decode().rstrip("\r\n")
@@ -101,19 +112,22 @@ def parse_line(line: bytes, where: Where, field: str, is_first: bool = False) ->
         return Drop(where, "empty", "blank line") if blank else Drop(where, "not JSON", f"{error}: {_excerpt(text)}")
     if not isinstance(record, dict):
         return Drop(where, "not an object", _excerpt(text))
-    if field not in record:
+    if fields.text not in record:
         return Drop(where, "no field", f"its keys: {_excerpt(', '.join(record))}")
-    return text_of(record[field], where)
+    # Most inputs have none of them: without a tuple of nothing for each document
+    has_any = any(name in record for name in fields.kept)
+    kept = tuple(kept_value(record.get(name)) for name in fields.kept) if has_any else ()
+    return text_of(record[fields.text], where, kept)
 
 
-def text_of(value: Any, where: Where) -> Text | Drop:
-    """Returns the document that a value holds, or why it is none."""
+def text_of(value: Any, where: Place, kept: tuple[bytes, ...] = ()) -> Text | Drop:
+    """Returns the document that a value holds, with its kept values, or why it is none."""
     if not isinstance(value, str):
         return Drop(where, "not a string", _excerpt(json.dumps(value)))
     if not value:
         return Drop(where, "empty", "")
     try:
-        return Text(where, value, utf8_size(value))
+        return Text(where, value, utf8_size(value), kept=kept)
     except UnicodeEncodeError as error:  # JSON can escape half a surrogate pair, which no UTF-8 stands for
         return Drop(where, "not UTF-8", f"character {error.start} is half a surrogate pair")
 
@@ -124,9 +138,9 @@ def _excerpt(text: str, length: int = 60) -> str:
     return text if len(text) <= length else text[:length] + "…"
 
 
-def read_text(path: str, field: str, at: Mapping[str, int], end: Mapping[str, int]) -> Iterator[Read]:
+def read_text(path: str, fields: Fields, at: Mapping[str, int], end: Mapping[str, int]) -> Iterator[Read]:
     """Yields the document of a file from a place on: the characters before it. A file that is not UTF-8 is dropped."""
-    del field, end  # of JSON lines and Parquet; the readers of all formats have the same arguments
+    del fields, end  # of JSON lines and Parquet; the readers of all formats have the same arguments
     start = at.get("character", 0)
     # The process that began the file has read all of it
     fault = None if start else _fault(path)
@@ -139,7 +153,7 @@ def read_text(path: str, field: str, at: Mapping[str, int], end: Mapping[str, in
             if place >= start:
                 text = piece if place else piece.removeprefix(BYTE_ORDER_MARK)
                 size = utf8_size(text)
-                item = Ready(Text(path, text, size, is_last, is_first=place == 0))
+                item = Ready(Text(Place(path), text, size, is_last, is_first=place == 0))
                 yield Read({"character": place}, passed, item, size)
             place, passed = place + len(piece), stream.passed()
 
@@ -174,8 +188,8 @@ def _fault(path: str) -> Drop | None:
             for number, text in enumerate(decoded(stream)):
                 characters += len(text if number else text.removeprefix(BYTE_ORDER_MARK))
         except UnicodeDecodeError as error:
-            return Drop(path, "not UTF-8", f"byte {error.start}: {error.reason}")
-    return None if characters else Drop(path, "empty", "")
+            return Drop(Place(path), "not UTF-8", f"byte {error.start}: {error.reason}")
+    return None if characters else Drop(Place(path), "empty", "")
 
 
 # --- the bytes of a file -----------------------------------------------------------------------------------------

@@ -16,7 +16,9 @@ from forge_core.contracts.errors import ForgeError
 from forge_kit.data.block_sums import BLOCK, sums_of, write_sums
 from forge_kit.data.cache import file_digest
 from forge_kit.data.token_file import Header
+from forge_plugin_memmap.origins import ORIGINS
 from forge_plugin_memmap.prepare.encoding import Block, id_dtype
+from forge_plugin_memmap.prepare.origin_files import ROWS, TEXTS, OriginWriter, bytes_of_texts, row_type
 from forge_plugin_memmap.prepare.shard_formats import FORMATS, ShardFormat
 
 
@@ -49,6 +51,8 @@ class Written:
     """Names of the shards that are whole."""
     files: dict[str, dict[str, Any]] = field(factory=dict)
     """Size and SHA-256 of their files, and the bytes of each block of which the sums are beside them."""
+    kept: dict[str, int] = field(factory=dict)
+    """Documents of whole shards that have each field which is kept."""
     total: Counts = field(factory=Counts)
     """Counts of the whole shards."""
     open: Counts = field(factory=Counts)
@@ -57,7 +61,9 @@ class Written:
     @classmethod
     def parse(cls, plain: Mapping[str, Any]) -> Written:
         """The inverse of `plain`."""
-        return cls(plain["shards"], plain["files"], Counts(**plain["total"]), Counts(**plain["open"]))
+        return cls(
+            plain["shards"], plain["files"], plain.get("kept", {}), Counts(**plain["total"]), Counts(**plain["open"])
+        )
 
     def plain(self) -> dict[str, Any]:
         """As JSON."""
@@ -69,7 +75,7 @@ TEXT_BYTES = ".bytes"
 
 
 class SplitWriter:
-    """Writes the shards `{split}-00000.bin`, …, of one split, each with its `.ends`.
+    """Writes the shards `{split}-00000.bin`, …, of one split, each with its `.ends` and `.origins`.
 
     A shard ends with the document that fills it: it has `shard_tokens` tokens, or a few more. It has no header until
     it is whole.
@@ -83,8 +89,9 @@ class SplitWriter:
         end_of_text: int,
         shard_tokens: int,
         written: Written,
+        origins: OriginWriter,
         format: ShardFormat = FORMATS["forge"],
-        more: Sequence[str] = (),
+        is_part: bool = False,
     ) -> None:
         """Continues after the data that an earlier process has `written` to this folder, and removes later data.
 
@@ -95,8 +102,9 @@ class SplitWriter:
             end_of_text: id that ends a document.
             shard_tokens: tokens after which a shard ends.
             written: the state to continue from.
+            origins: makes the files with where documents come from.
             format: of the files.
-            more: `TEXT_BYTES`, for files of it.
+            is_part: whether a join will read them: with `TEXT_BYTES`, and origins as they are written.
 
         Raises:
             ForgeError: a file is missing, or shorter than it was.
@@ -105,7 +113,9 @@ class SplitWriter:
         self._folder, self._split, self._shard_tokens = folder, split, shard_tokens
         self._vocab_size, self._end_of_text = vocab_size, end_of_text
         self._dtype = np.dtype(id_dtype(vocab_size))
-        self._format, self._suffixes = format, (format.ids, format.ends, *more)
+        self._format, self._origins, self._is_part = format, origins, is_part
+        more = [TEXT_BYTES] if is_part else []
+        self._suffixes = (format.ids, format.ends, *more, ROWS, TEXTS)
         self._files: dict[str, BinaryIO] = {}
         """The files of the shard that is being written, by suffix."""
         # A process that was killed may have begun shards of which no state was saved
@@ -113,8 +123,14 @@ class SplitWriter:
         if written.open.tokens:
             sizes = dict.fromkeys(self._suffixes, written.open.documents * 8)
             sizes[format.ids] = format.offset + written.open.tokens * self._dtype.itemsize
+            fields = len(origins.fields)
+            sizes[ROWS] = written.open.documents * row_type(fields).itemsize
+            del sizes[TEXTS]
             format.reopen(str(self._path("")))
             self._files = {suffix: _continued(self._path(suffix), size) for suffix, size in sizes.items()}
+            # After the rows, which have its size
+            size = bytes_of_texts(self._path(ROWS), written.open.documents, fields)
+            self._files[TEXTS] = _continued(self._path(TEXTS), size)
 
     def add(self, block: Block) -> None:
         """Append documents."""
@@ -133,6 +149,22 @@ class SplitWriter:
         """Put everything that was added on the disk."""
         for file in self._files.values():
             _sync(file)
+
+    def remove_passed(self) -> None:
+        """Remove the files from which the `ORIGINS` of whole shards were made; a saved state must have these."""
+        if self._is_part:
+            return
+        passed: list[Path] = []
+        # From the last one backwards: those before were removed when it was the last
+        for number in reversed(range(len(self.written.shards))):
+            # The texts go last, and show whether both did
+            paths = [self._path(suffix, number) for suffix in (TEXTS, ROWS)]
+            if not paths[0].exists():
+                break
+            passed += paths
+        # From the first one on, so that a process that is killed leaves none before one that is gone
+        for path in reversed(passed):
+            path.unlink(missing_ok=True)
 
     def finish(self) -> None:
         """Complete the last shard."""
@@ -158,6 +190,8 @@ class SplitWriter:
         self._files[self._format.ends].write((block.ends + before.tokens).astype("<i8").tobytes())
         if TEXT_BYTES in self._files:
             self._files[TEXT_BYTES].write((np.cumsum(block.sizes[:-1]) + before.bytes).astype("<i8").tobytes())
+        self._files[ROWS].write(block.origins.rows(self._files[TEXTS].tell()).tobytes())
+        self._files[TEXTS].write(np.ascontiguousarray(block.origins.texts).data)
         before.add(Counts.of(block))
 
     def _finish_shard(self) -> None:
@@ -170,24 +204,31 @@ class SplitWriter:
         self.sync()
         self.close()
         self._files = {}
-        more = [self._path(suffix) for suffix in self._suffixes[2:]]
-        paths = [*self._format.complete(str(self._path("")), header), *more]
-        self.written.files |= self._facts(paths)
+        own = self._format.complete(str(self._path("")), header)
+        if self._is_part:
+            paths = [*own, *(self._path(suffix) for suffix in self._suffixes[2:])]
+        else:
+            paths = [*own, self._path(ORIGINS)]
+            counts_of = self._origins.write(paths[-1], self._path(ROWS), self._path(TEXTS))
+            self.written.kept = {name: self.written.kept.get(name, 0) + n for name, n in counts_of.items()}
+        self.written.files |= self._facts(paths, own if self._format.is_summed else [])
         self.written.shards.append(paths[0].name)
         self.written.total.add(counts)
         self.written.open = Counts()
 
-    def _facts(self, paths: Sequence[Path]) -> dict[str, dict[str, Any]]:
-        """Returns size and SHA-256 of finished files by name, and writes the sums of their blocks."""
+    def _facts(self, paths: Sequence[Path], summed: Sequence[Path]) -> dict[str, dict[str, Any]]:
+        """Returns size and SHA-256 of finished files by name, and writes the sums of blocks of some."""
         # Threads, as both release Python's lock: all that is encoded meanwhile waits for this
         with ThreadPoolExecutor(2) as pool:
             digests = [pool.submit(file_digest, path) for path in paths]
             # On the disk before a state lists them
-            for path in paths if self._format.is_summed else ():
+            for path in summed:
                 sync(write_sums(path))
-            more = {"sums_of": BLOCK} if self._format.is_summed else {}
-            found = zip(paths, digests, strict=True)
-            return {path.name: {"size": path.stat().st_size, "sha256": each.result(), **more} for path, each in found}
+            facts = {}
+            for path, digest in zip(paths, digests, strict=True):
+                more = {"sums_of": BLOCK} if path in summed else {}
+                facts[path.name] = {"size": path.stat().st_size, "sha256": digest.result(), **more}
+            return facts
 
     def _path(self, suffix: str, number: int | None = None) -> Path:
         """A file of the shard of this number; by default, of the one that is being written."""
@@ -196,7 +237,7 @@ class SplitWriter:
 
     def _remove_later(self) -> None:
         number = len(self.written.shards) + bool(self.written.open.tokens)
-        suffixes = [*self._suffixes, *filter(None, [self._format.index])]
+        suffixes = [*self._suffixes, *filter(None, [self._format.index, "" if self._is_part else ORIGINS])]
         while any(self._path(suffix, number).exists() for suffix in suffixes):
             for suffix in suffixes:
                 self._path(suffix, number).unlink(missing_ok=True)

@@ -47,7 +47,7 @@ def command(argv: list[str]) -> int:
     from forge_plugin_plan.data_view.job_data import open_data
     from forge_plugin_plan.data_view.view import View
 
-    view = View.of(open_data(job, catalog), options.step, samples, options.measure, options.tokens)
+    view = View.of(open_data(job, catalog), options.step, samples, options.measure, options.tokens, options.documents)
     if options.json:
         print_json(view.as_json())
     else:
@@ -83,8 +83,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=count, default=SHOWN, metavar="N", help=tokens)
     measure = f"samples, from the step's first one on, over which the fill is measured ({MEASURED})"
     parser.add_argument("--measure", type=positive, default=MEASURED, metavar="N", help=measure)
+    documents = "also list the documents of all samples of the step, and the files that they come from"
+    parser.add_argument("--documents", action="store_true", help=documents)
     ranks = "ranks that the job is to run on (1); the samples are the same on any number"
     parser.add_argument("--world-size", type=positive, default=1, metavar="N", help=ranks)
     add_json(parser)
-    with_examples(parser, "forge-run data job.toml", "forge-run data job.toml --step 100 --sample 0 --sample 7")
+    with_examples(
+        parser,
+        "forge-run data job.toml",
+        "forge-run data job.toml --step 100 --sample 0 --sample 7",
+        "forge-run data runs/base/job.toml --step 9100 --documents",
+    )
     return parser

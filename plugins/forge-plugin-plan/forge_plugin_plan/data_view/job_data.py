@@ -26,6 +26,35 @@ from forge_core.job import Job
 from forge_core.parallel.initialise import bare_context
 from forge_core.plugins.catalog import Catalog
 from forge_kit.data.document_streams import DocumentStream, StreamWindows
+from forge_kit.data.origins import HasOrigins, HasSpans, Origin
+
+
+@frozen
+class Passage:
+    """What a row has of a document."""
+
+    position: int
+    """Where it begins in the row."""
+    number: int
+    """Number of the document in its source, from 0."""
+    token: int
+    """Where it begins in the document."""
+    tokens: int
+    """How many there are, the last of a row, which is a label alone, included."""
+    origin: Origin | None
+    """Where the document comes from; None: unknown."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns it as plain types."""
+        origin = self.origin
+        known = {"file": origin.file, "line": origin.line, "kept": {**origin.fields}} if origin else None
+        return {
+            "position": self.position,
+            "tokens": self.tokens,
+            "document": self.number,
+            "from_token": self.token,
+            "origin": known,
+        }
 
 
 @frozen(kw_only=True)
@@ -92,6 +121,47 @@ class JobData:
         # Up to and including the end of the row: the last label may begin the next document
         inside = slice(*np.searchsorted(ends, [first, first + length], "right"))
         return np.asarray(ends[inside]) - first
+
+    def spans(self, row: SampleRow) -> Sequence[tuple[int, int]] | None:
+        """Returns the tokens [start, stop) of its documents that a row is made of, in order; None: it is not known."""
+        dataset = self.datasets[row.source]
+        if row.source not in self.documents:
+            return None
+        if isinstance(dataset, HasSpans):
+            return dataset.spans(row.number)
+        if not isinstance(self.job.data.packing, WindowPacking):
+            return None
+        first = row.number * self.job.train.seq_len
+        return [(first, first + self.job.train.seq_len + 1)]
+
+    def passages(self, row: SampleRow) -> list[Passage]:
+        """Returns the documents of which a row is made, in order; none where that is not known.
+
+        Raises:
+            DataError: the list of where documents come from is damaged.
+        """
+        spans = self.spans(row)
+        documents = self.documents.get(row.source)
+        ends = None if documents is None else ends_of(documents)
+        if not spans or ends is None:
+            return []
+        passages: list[Passage] = []
+        position = 0
+        for start, stop in spans:
+            # From the document of the first token to the document of the last
+            first, last = np.searchsorted(ends, [start, min(stop, int(ends[-1])) - 1], side="right")
+            for number in range(int(first), int(last) + 1):
+                begin = int(ends[number - 1]) if number else 0
+                inside = max(start, begin)
+                length = min(stop, int(ends[number])) - inside
+                passages.append(Passage(position + inside - start, number, inside - begin, length, None))
+            # The last token of a span is a label alone
+            position += stop - start - 1
+        if not isinstance(documents, HasOrigins):
+            return passages
+        numbers = np.unique([passage.number for passage in passages])
+        origins = dict(zip(numbers.tolist(), documents.origins(numbers), strict=True))
+        return [attrs.evolve(passage, origin=origins[passage.number]) for passage in passages]
 
     def sequence(self, number: int) -> tuple[SampleRow, str, Batch]:
         """Returns the sequence of this number (from 0) in the run, as `read` yields it, and reads no other.

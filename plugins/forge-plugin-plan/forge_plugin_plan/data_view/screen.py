@@ -9,6 +9,8 @@ from rich.rule import Rule
 from rich.text import Text
 
 from forge_kit.data.data_files import left_out_note
+from forge_kit.tools.tables import columns
+from forge_plugin_plan.data_view.job_data import Passage
 from forge_plugin_plan.data_view.samples import Fill, Stretch
 from forge_plugin_plan.data_view.view import Lengths, ShownSample, SourceView, View
 
@@ -32,6 +34,8 @@ def show(view: View) -> None:
         console.print()
         _show_sample(console, view, sample, colour)
     console.print(Text(_legend(colour), style=QUIET))
+    if view.documents:
+        _show_documents(console, view)
 
 
 def _show_source(console: Console, source: SourceView, measured: int) -> None:
@@ -100,18 +104,48 @@ def _show_sample(console: Console, view: View, shown: ShownSample, colour: bool)
     console.print(f"  {_fill_text(shown.sample.fill)}")
     for name, shape in shown.sample.shapes.items():
         console.print(f"  {name}: {' x '.join(map(str, shape)) or 'a number'}")
-    line, document, images = Text(), 0, iter(shown.images)
+    line, images = Text(), iter(shown.images)
+    document: int | None = 0
+    # The first document has a heading only where its place follows
+    known = {number: passage for number, passage in enumerate(shown.passages) if passage.origin}
+    if 0 in known:
+        document = None
     for run in shown.runs:
         if run.document != document:
-            console.print(line)
+            if line:
+                console.print(line)
             title = "padding" if run.kind == "padding" else f"document {run.document + 1}"
             console.print(Rule(Text(title, style=QUIET), style=QUIET, align="left"))
+            if run.document in known:
+                # Not in the heading, which a terminal cuts, and not wrapped
+                console.print(Text(_from(known[run.document]), style=QUIET), soft_wrap=True)
             line, document = Text(), run.document
         line.append_text(_run_text(view, run, colour, next(images) if run.kind == "image" else ""))
     console.print(line)
     if shown.left_out:
         learned = f"{shown.left_out_learned:,} of them learned"
         console.print(Text(f"… {shown.left_out:,} more tokens, {learned}; --tokens 0 shows all", style=QUIET))
+
+
+def _from(passage: Passage) -> str:
+    """Returns where a passage comes from; its origin is data, and may have anything in it."""
+    # A line break of an id would be the next row
+    known = visible(str(passage.origin)).replace("\n", "\\n")
+    place = known if passage.origin else f"document {passage.number:,} of the source"
+    return f"{place}, from token {passage.token:,}" if passage.token else place
+
+
+def _show_documents(console: Console, view: View) -> None:
+    console.print()
+    console.print(Text(f"documents of step {view.step}", style="bold"))
+    head = ["sample", "position", "tokens", "document"]
+    rows = [
+        [str(number), f"{passage.position:,}", f"{passage.tokens:,}", _from(passage)]
+        for number, passages in view.documents.items()
+        for passage in passages
+    ]
+    # Not wrapped: a line is one document, also for other programs
+    console.print(columns([head, *rows]), soft_wrap=True)
 
 
 def _run_text(view: View, run: Stretch, colour: bool, image: str) -> Text:

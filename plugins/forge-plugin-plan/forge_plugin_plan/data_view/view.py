@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
 from attrs import asdict, frozen
 
 from forge_core.contracts.data import Dataset, HasDescription
+from forge_core.contracts.errors import JobError
 from forge_kit.data.data_files import ListsFiles
 from forge_plugin_plan.data_view.decoding import Decoder
-from forge_plugin_plan.data_view.job_data import JobData, ends_of
+from forge_plugin_plan.data_view.job_data import JobData, Passage, ends_of
 from forge_plugin_plan.data_view.samples import Fill, Sample, Stretch, image_names
 
 MEASURED_DOCUMENTS = 1_000_000
@@ -84,6 +86,8 @@ class ShownSample:
     where: str
     sample: Sample
     runs: Sequence[Stretch]
+    passages: Sequence[Passage]
+    """Of its documents, in order; none where these are not known."""
     left_out: int
     """Tokens that are not in `runs`."""
     left_out_learned: int
@@ -108,9 +112,13 @@ class View:
     shifted: bool
     """Whether the labels of all these are the next inputs."""
     samples: Sequence[ShownSample]
+    documents: Mapping[int, Sequence[Passage]]
+    """Of all samples of the step, by their numbers, if that was asked for."""
 
     @classmethod
-    def of(cls, data: JobData, step: int, numbers: Sequence[int], measure: int, most: int) -> View:
+    def of(
+        cls, data: JobData, step: int, numbers: Sequence[int], measure: int, most: int, documents: bool = False
+    ) -> View:
         """Read the samples.
 
         Args:
@@ -119,6 +127,10 @@ class View:
             numbers: samples of the step to show.
             measure: samples over which to count positions.
             most: tokens to show of each sample; 0: all.
+            documents: whether to list the documents of all samples of the step.
+
+        Raises:
+            JobError: the documents are asked for, and not known of any sample.
         """
         decoder = Decoder(data.tokenizer)
         fill, shifted, measured, shown = Fill(), True, 0, {}
@@ -130,7 +142,8 @@ class View:
                 fill, shifted, measured = fill + sample.fill, shifted and sample.shifted(), measured + 1
                 fills[row.source] = fills.get(row.source, Fill()) + sample.fill
             if number in numbers:
-                shown[number] = _shown(number, data.names[row.source], where, sample, most)
+                shown[number] = _shown(number, data.names[row.source], where, sample, most, data.passages(row))
+        listed = dict(_documents(data, step)) if documents else {}
         return cls(
             data=data,
             step=step,
@@ -141,6 +154,7 @@ class View:
             shifted=shifted,
             # In the order of the command line
             samples=[shown[number] for number in numbers],
+            documents=listed,
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -157,6 +171,11 @@ class View:
             "labels_are_next_inputs": self.shifted,
             "step": self.step,
             "samples": [self._sample_json(sample) for sample in self.samples],
+            "documents": [
+                {"sample": number, **passage.as_json()}
+                for number, passages in self.documents.items()
+                for passage in passages
+            ],
         }
 
     def _sample_json(self, shown: ShownSample) -> Mapping[str, Any]:
@@ -184,10 +203,23 @@ class View:
             "entries": {name: list(shape) for name, shape in shown.sample.shapes.items()},
             "left_out": shown.left_out,
             "runs": runs,
+            "documents": [passage.as_json() for passage in shown.passages],
         }
 
 
-def _shown(number: int, source: str, where: str, sample: Sample, most: int) -> ShownSample:
+def _documents(data: JobData, step: int) -> Iterator[tuple[int, Sequence[Passage]]]:
+    """Yields the number and the documents of each sample of a step. No token is read."""
+    found = False
+    for number, row in enumerate(islice(data.rows(step), data.job.train.batch_size(step))):
+        passages = data.passages(row)
+        found = found or bool(passages)
+        yield number, passages
+    if not found:
+        fix = "the packings concatenate, isolate and best_fit know them, of sources that are no streams"
+        raise JobError(f"--documents: it is not known of which documents the samples of step {step} are made; {fix}")
+
+
+def _shown(number: int, source: str, where: str, sample: Sample, most: int, passages: Sequence[Passage]) -> ShownSample:
     runs, rest = sample.runs(most)
     return ShownSample(
         number=number,
@@ -195,6 +227,7 @@ def _shown(number: int, source: str, where: str, sample: Sample, most: int) -> S
         where=where,
         sample=sample,
         runs=runs,
+        passages=passages,
         left_out=len(rest),
         left_out_learned=sum(token.learned for token in rest),
     )

@@ -66,6 +66,10 @@ class PackedSequences:
         more = [f"{len(pieces) - PIECES_NAMED} more pieces"] if len(pieces) > PIECES_NAMED else []
         return "; ".join(named + more)
 
+    def spans(self, index: int) -> list[tuple[int, int]]:
+        """See `forge_kit.data.origins.HasSpans`: one for each piece of a document."""
+        return [(start, start + length + 1) for start, length in self._pieces(index)]
+
     def identity(self) -> str:
         """See `HasIdentity`."""
         return identity_of(self._documents)
