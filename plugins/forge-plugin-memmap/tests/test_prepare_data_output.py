@@ -287,7 +287,7 @@ def test_json_is_all_of_standard_output(prepare: Prepare, capsys: pytest.Capture
     main(["data", "prepare", "a.jsonl", "--out=data", TOKENIZER, "--workers=0", "--held-out-every=5", "--json"])
     out, err = capsys.readouterr()
     found = manifest("data")
-    assert json.loads(out) == {"out": "data", **{key: found[key] for key in ("splits", "dropped", "tokenizer")}}
+    assert json.loads(out) == {"out": "data", **{key: found[key] for key in ("splits", "kept", "dropped", "tokenizer")}}
     assert "making the tokenizer" in err
 
 

@@ -60,7 +60,9 @@ def command(argv: list[str]) -> int:
         facts = {key: manifest[key] for key in ("dropped", "tokenizer")}
         print_json({"out": settings.output, "part": str(settings.part), **counts, **facts})
     elif options.json:
-        print_json({"out": settings.output, **{key: manifest[key] for key in ("splits", "dropped", "tokenizer")}})
+        print_json(
+            {"out": settings.output, **{key: manifest[key] for key in ("splits", "kept", "dropped", "tokenizer")}}
+        )
     else:
         of_part = (settings.output, str(settings.part), manifest, speed)
         text = describe(settings.output, manifest, speed) if settings.part is None else describe_part(*of_part)
