@@ -25,8 +25,7 @@ usage: forge-run JOB.toml [MORE.toml …] [--section.key=value …]
        forge-run COMMAND …
 
 Trains a job. Job files are layered from left to right; overrides come last.
-COMMAND --help describes a command, --version lists installed packages. A word
-in brackets follows the command of its line: forge-run inside lens.
+COMMAND --help describes one (inside lens --help), --version lists packages.
 
 """
 

@@ -70,6 +70,7 @@ COMMANDS = {
     "checkpoints": "checkpoints runs/tiny|checkpoints runs/tiny verify",
     "compare": "compare runs/tiny",
     "plugins": "plugins|plugins adamw --check",
+    "skills list": "skills list",
     "generate": "generate runs/tiny --prompt a --max-tokens 2",
 }
 """Lines by command, apart by a bar."""

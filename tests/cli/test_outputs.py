@@ -63,9 +63,10 @@ OUTPUTS = {
     "weights export --out": "weights export RUN --out={}",
     "weights import --out": "weights import FOLDER --out={}",
     "weights verify --report": "weights verify A B --report={}.json",
+    "skills install --target": "skills install start-a-run --target={}",
 }
 """A command line for each; the inputs that it names need not exist, as the output is looked at before."""
-BELOW = {"new-plugin --dir": "forge-plugin-my-optimizer"}
+BELOW = {"new-plugin --dir": "forge-plugin-my-optimizer", "skills install --target": "start-a-run/SKILL.md"}
 """What a command makes in the folder that the option names."""
 
 

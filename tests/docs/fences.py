@@ -64,6 +64,7 @@ STATS = ROOT / "docs" / "how-to" / "training-stats.md"
 PREFERENCES = ROOT / "docs" / "how-to" / "preferences.md"
 REWARDS = ROOT / "docs" / "how-to" / "reinforcement-learning.md"
 SFT = ROOT / "docs" / "how-to" / "sft.md"
+ASSISTANTS = ROOT / "docs" / "how-to" / "assistants.md"
 PARTS = ROOT / "docs" / "how-to" / "more-than-one-machine.md"
 EVALUATES_VISION = ROOT / "docs" / "how-to" / "evaluate-vision.md"
 TOKENS = ROOT / "docs" / "how-to" / "tokens-you-already-have.md"
@@ -74,7 +75,7 @@ RUN_ALL = (
     *sorted(TEN_MINUTES.glob("*.md")),
     *(ROOT / "docs" / "publishing.md", IMAGES, VIDEOS, EVALUATES, IMPORTS, TUTORIAL, METRICS, LOGGERS, TAPS, STATS),
     *(EVALUATES_VISION, CONTINUES, PREFERENCES, REWARDS, LORA, SFT, ARCHITECTURE, LADDER, TRANSFER, PARTS, TOKENS),
-    TRACE,
+    *(TRACE, ASSISTANTS),
 )
 """Pages of which every command is run."""
 

@@ -188,6 +188,8 @@ GENERATE = table(
     step=COUNT,
     texts=array(table(prompt=TEXT, text=TEXT, ids=array(COUNT))),
 )
+SKILL = table(name=TEXT, description=TEXT, packages=array(TEXT), missing=array(TEXT), folder=TEXT)
+
 SCHEMAS: Mapping[str, Schema] = {
     "check": CHECK,
     "checkpoints": CHECKPOINTS,
@@ -198,5 +200,6 @@ SCHEMAS: Mapping[str, Schema] = {
     "plugins": array(PLUGIN),
     "runs": array(RUN),
     "show": SHOW,
+    "skills list": array(SKILL),
 }
 """By command. `checkpoints` is of the list and of `verify`, and not of its other actions."""
