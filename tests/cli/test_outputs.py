@@ -19,7 +19,8 @@ VALUES = {
 """Metavars of what is no path."""
 INPUTS = """
 inside attention path, inside attention --run, chat path, chat --run, check files, checkpoints run, checkpoints RUN diff
-first, checkpoints RUN diff second, compare files, data files, doctor files, doctor drill files, launch elastic
+first, checkpoints RUN diff second, compare files, data files, doctor files, doctor --on,
+doctor drill files, launch elastic
 --resume, launch elastic files, evaluate path, evaluate --include, evaluate --run, inside extract files, generate path,
 generate --image, generate --video, generate --run, profile goodput runs, doctor gpus files, init --text, init --tokens,
 init --tokenizer, init --from, inside lens path, inside lens --run, data picture files, inside patch path, inside patch
@@ -35,6 +36,7 @@ data mix fit mix, data mix fit --results, data mix write mix, data mix write --r
 """
 OTHERS = {
     "doctor --output": "it makes a folder of its own there, and removes it",
+    "doctor --wait": "minutes",
     "explain path": "of keys",
     "data prepare --part": "a number, K/N",
 }

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge_core.cli.command_line import parse_job_arguments, positive, with_examples
-from forge_core.contracts.errors import JobError
+from forge_core.contracts.errors import ExitCode, JobError
 from forge_kit.tools.json_output import add_json, print_json
 
 if TYPE_CHECKING:
@@ -28,10 +29,21 @@ def command(argv: list[str]) -> int:
     The command checks versions, devices, file systems, limits, network, ranks and scheduler, and a job if one is given.
     Each line shows what was found and, for a problem, how to fix it. The exit code is 1 if a check failed. Nothing is
     left behind, and no network is needed. On several machines, each machine checks itself.
+
+    With --on, a run of some steps is submitted to a cluster, on as many ranks as the cluster file has: it checks
+    collectives, clocks and storage of all machines together, and saves and restores its state.
     """
-    options, files, overrides = parse_job_arguments(_parser(), argv)
+    # Keys of the cluster are no keys of the job
+    settings = [word.removeprefix("--") for word in argv if word.startswith("--cluster.")]
+    words = [word for word in argv if not word.startswith("--cluster.")]
+    options, files, overrides = parse_job_arguments(_parser(), words)
     if overrides and not files:
         raise JobError(f"{overrides[0]}: is a key of a job, and there is none to check; name its file too")
+    if options.on:
+        return _on_cluster(options, files, overrides, settings)
+    without = "is about a run on a cluster, which --on names"
+    if unused := [*settings, *(f"--{name}" for name in ("print", "wait") if getattr(options, name))]:
+        raise JobError(f"{unused[0]}: {without}")
     from forge_plugin_plan.doctor.ranks import Ranks
 
     started = time.perf_counter()
@@ -41,7 +53,6 @@ def command(argv: list[str]) -> int:
         examined = _examine(_surroundings(options, overrides, ranks), show=not options.json)
     finally:
         ranks.close()
-    from forge_core.contracts.errors import ExitCode
     from forge_plugin_plan.doctor.examination import counts
     from forge_plugin_plan.doctor.results import State
 
@@ -52,6 +63,20 @@ def command(argv: list[str]) -> int:
     else:
         print("\n" + ", ".join(f"{count} {state}" for state, count in found.items()) + f"; {seconds:.0f} s")
     return ExitCode.FAILED if found[State.FAILED] else ExitCode.FINISHED
+
+
+def _on_cluster(
+    options: argparse.Namespace, files: Sequence[str], overrides: Sequence[str], settings: Sequence[str]
+) -> int:
+    if find_spec("forge_plugin_launch") is None:
+        raise JobError("--on needs forge-plugin-launch, which is not installed: pip install forge-plugin-launch")
+    from forge_plugin_plan.doctor.submission import Trial
+
+    trial = Trial.of(options.on, settings, files, overrides, options.output)
+    if options.print:
+        print(trial.rendered(), end="")
+        return ExitCode.FINISHED
+    return trial.submit(wait_s=60.0 * options.wait, is_json=options.json)
 
 
 def _examine(surroundings: Surroundings, show: bool) -> Sequence[Examined]:
@@ -91,26 +116,16 @@ def _as_json(examined: Sequence[Examined], seconds: float) -> dict[str, Any]:
     import platform
     import socket
 
+    from forge_plugin_plan.doctor.cluster_check import as_json
     from forge_plugin_plan.doctor.packages import versions
 
-    checks = [
-        {
-            "group": one.group,
-            "name": one.result.name,
-            "state": one.result.state.value,
-            "seen": one.result.seen,
-            "mend": one.result.mend,
-            "seconds": round(one.seconds, 3),
-        }
-        for one in examined
-    ]
     return {
         "host": socket.gethostname(),
         "system": platform.platform(),
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "seconds": round(seconds, 1),
         "versions": versions(),
-        "checks": checks,
+        "checks": as_json(examined),
     }
 
 
@@ -126,9 +141,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--time-limit", type=positive, default=60, metavar="S", help=limit)
     world = "ranks that the job is to run on (1)"
     parser.add_argument("--world-size", type=positive, default=1, metavar="N", help=world)
+    parser.add_argument("--on", metavar="CLUSTER.toml", help="check a cluster instead, by a short run on all its ranks")
+    parser.add_argument("--print", action="store_true", help="with --on: print what would be submitted, and no more")
+    wait = "with --on: minutes to wait for the report; 0, the default: only submit"
+    parser.add_argument("--wait", type=positive, default=0, metavar="MIN", help=wait)
     add_json(parser, ", with all versions")
     each_node = "srun --ntasks-per-node=1 forge-run doctor --output /scratch/runs"
-    with_examples(parser, "forge-run doctor", "forge-run doctor job.toml --nproc 4", each_node)
+    with_examples(
+        parser,
+        "forge-run doctor",
+        "forge-run doctor job.toml --nproc 4",
+        each_node,
+        "forge-run doctor --on slurm.toml job.toml --wait 30",
+    )
     return parser
 
 

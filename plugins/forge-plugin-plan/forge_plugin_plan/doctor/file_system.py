@@ -63,19 +63,21 @@ def _check_folder(name: str, folder: Path) -> Iterator[Result]:
             yield ok(name, f"{where}, {file_system_of(place)}")
             yield _space(f"{name}: space", place)
             for title, check in CHECKS.items():
-                yield _guarded(f"{name}: {title}", trial, check)
+                yield guarded(f"{name}: {title}", trial, check)
     except OSError as error:
         yield _unwritable(name, place, error)
 
 
-def _guarded(name: str, trial: Path, check: Callable[[str, Path], Result]) -> Result:
+def guarded(name: str, trial: Path, check: Callable[[str, Path], Result]) -> Result:
+    """Run one of `CHECKS` in a folder; what the file system does not do at all is a failure, too."""
     try:
         return check(name, trial)
     except OSError as error:
-        return failed(name, f"{type(error).__name__}: {error}", _OTHER_FOLDER)
+        return failed(name, f"{type(error).__name__}: {error}", OTHER_FOLDER)
 
 
-_OTHER_FOLDER = "choose a folder on another file system: job.output for runs, FORGE_CACHE for the cache"
+OTHER_FOLDER = "choose a folder on another file system: job.output for runs, FORGE_CACHE for the cache"
+"""How to fix what a file system does not do."""
 
 
 def _unwritable(name: str, place: Path, error: OSError) -> Result:
@@ -174,7 +176,7 @@ def check_rename(name: str, trial: Path) -> Result:
     moved = (finished / "manifest").read_text() == "new" and not unfinished.exists()
     replaced = (trial / "old").read_text() == "second" and not (trial / "new").exists()
     if not (moved and replaced):
-        return failed(name, "a renamed folder or file is not where it was moved to", _OTHER_FOLDER)
+        return failed(name, "a renamed folder or file is not where it was moved to", OTHER_FOLDER)
     return ok(name, "folders and files move into place, and the folder syncs")
 
 
@@ -191,7 +193,7 @@ def check_lock(name: str, trial: Path) -> Result:
     if during == "taken":
         mend = "mount with locks (NFS: without nolock; Lustre: -o flock), or two runs may write into one folder"
         return failed(name, "two processes hold one lock at the same time", mend)
-    return failed(name, f"a second process answers {during!r}, and {after!r} after the release", _OTHER_FOLDER)
+    return failed(name, f"a second process answers {during!r}, and {after!r} after the release", OTHER_FOLDER)
 
 
 def _other_process(path: Path) -> str:
@@ -210,7 +212,7 @@ def check_mmap(name: str, trial: Path) -> Result:
         mapped[:5] = b"forge"
         mapped.flush()
     if path.read_bytes()[:5] != b"forge":
-        return failed(name, "data written through a memory map does not reach the file", _OTHER_FOLDER)
+        return failed(name, "data written through a memory map does not reach the file", OTHER_FOLDER)
     return ok(name, "files map into memory, and writes arrive")
 
 

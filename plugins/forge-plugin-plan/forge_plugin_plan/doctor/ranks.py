@@ -188,14 +188,15 @@ def check_collectives(surroundings: Surroundings) -> Iterator[Result]:
             if collective := entry.get("collective"):
                 found.setdefault(f"{collective['backend']}: {collective['name']}", []).append(collective)
     for name, of_ranks in found.items():
-        yield _collective(name, of_ranks, ranks.count)
+        yield collective_result(name, of_ranks, ranks.count)
     if trouble := ranks.trouble():
         mend = "see above for the first that failed; GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME choose the interface"
         late = f" within {ranks.limit_s:g} s"
         yield failed("ranks", f"{len(trouble)} of {ranks.count} did not finish{late}: {'; '.join(trouble)}", mend)
 
 
-def _collective(name: str, of_ranks: list[dict[str, Any]], count: int) -> Result:
+def collective_result(name: str, of_ranks: list[dict[str, Any]], count: int) -> Result:
+    """Returns the result of one collective, from what each rank found: see `rank.tried`."""
     wrong = [f"rank {rank}: {one['wrong']}" for rank, one in enumerate(of_ranks) if not one["right"]]
     if wrong:
         mend = "do not train on several ranks here: try another interface (GLOO_SOCKET_IFNAME), driver or torch"
