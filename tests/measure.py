@@ -52,7 +52,7 @@ LIMITS: Mapping[str, Limit] = {
     "core: public functions without a docstring, %": Limit(10, 10),
     "plugins: public functions without a docstring, %": Limit(10, 10),
     "plugins: lines for each comment": Limit(25, 25),
-    "distributions": Limit(57, 57),
+    "distributions": Limit(58, 58),
     "commands": Limit(28, 28),
     "docs: words of no plain English per 10,000": Limit(3, 3),
     "docstrings: words of no plain English per 10,000": Limit(4, 4),

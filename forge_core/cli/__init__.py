@@ -13,6 +13,7 @@ import warnings
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from forge_core.config.tree import hints
@@ -22,10 +23,9 @@ from forge_core.plugins.catalog import CORE, Catalog, first_party
 
 USAGE = """\
 usage: forge-run JOB.toml [MORE.toml …] [--section.key=value …]
-       forge-run COMMAND …
+       forge-run COMMAND …  (a description: forge-run inside lens --help)
 
 Trains a job. Job files are layered from left to right; overrides come last.
-COMMAND --help describes one (inside lens --help), --version lists packages.
 
 """
 
@@ -131,9 +131,8 @@ def help_text(catalog: Catalog, group: str = "") -> str:
     lines = []
     for heading, commands in sections.items():
         lines += [f"{heading or 'more'}:"] * (bool(commands) and not group)
-        lines += [f"  {name:<13} {text}".rstrip() for name, text in commands.items()]
-    listed = "\n".join(lines)
-    return listed if group else USAGE + listed
+        lines += [fill(f"  {name:<13} {text}", 80, subsequent_indent=" " * 16) for name, text in commands.items()]
+    return USAGE * (not group) + "\n".join(lines)
 
 
 def command_summary(value: str) -> tuple[str, str, str]:

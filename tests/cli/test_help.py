@@ -99,7 +99,11 @@ def test_the_list_of_commands_is_one_screen_and_says_what_each_does(capsys: pyte
     assert len(lines) <= 40
     assert max(map(len, lines)) <= 80
     assert not [line for line in lines if "(from forge-plugin" in line or line == "more:"]
-    listed = {line.split()[0]: line.split(maxsplit=1)[1] for line in lines if line.startswith("  ")}
+    listed: dict[str, str] = {}
+    for line in (line for line in lines if line.startswith("  ")):
+        # The names of a large group go on in a second line, below the summaries
+        name = [*listed][-1] if line.startswith(" " * 16) else line.split()[0]
+        listed[name] = f"{listed.get(name, '')} {line.strip()}"
     for offer in OFFERS:
         first, _, member = offer.type.partition(" ")
         assert member in listed[first], "a group names its commands"

@@ -32,7 +32,8 @@ launch local --resume, launch local files, plan --calibrate, ladder plan ladder,
 ladder run ladder, ladder fit ladder, ladder fit --points, ladder predict ladder, ladder predict --points,
 ladder report ladder, ladder report --points, ladder submit ladder, ladder submit --on,
 ladder check-coordinates files, ladder critical-batch run, data mix plan mix, data mix run mix,
-data mix fit mix, data mix fit --results, data mix write mix, data mix write --results, data mix write --job
+data mix fit mix, data mix fit --results, data mix write mix, data mix write --results, data mix write --job,
+data filter table, data dedup table, data decontaminate table, data stats table
 """
 OTHERS = {
     "doctor --output": "it makes a folder of its own there, and removes it",

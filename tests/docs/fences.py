@@ -66,6 +66,7 @@ REWARDS = ROOT / "docs" / "how-to" / "reinforcement-learning.md"
 SFT = ROOT / "docs" / "how-to" / "sft.md"
 ASSISTANTS = ROOT / "docs" / "how-to" / "assistants.md"
 PARTS = ROOT / "docs" / "how-to" / "more-than-one-machine.md"
+CLEANS = ROOT / "docs" / "how-to" / "clean-documents.md"
 EVALUATES_VISION = ROOT / "docs" / "how-to" / "evaluate-vision.md"
 TOKENS = ROOT / "docs" / "how-to" / "tokens-you-already-have.md"
 TRACE = ROOT / "docs" / "how-to" / "trace-a-token.md"
@@ -75,7 +76,7 @@ RUN_ALL = (
     *sorted(TEN_MINUTES.glob("*.md")),
     *(ROOT / "docs" / "publishing.md", IMAGES, VIDEOS, EVALUATES, IMPORTS, TUTORIAL, METRICS, LOGGERS, TAPS, STATS),
     *(EVALUATES_VISION, CONTINUES, PREFERENCES, REWARDS, LORA, SFT, ARCHITECTURE, LADDER, TRANSFER, PARTS, TOKENS),
-    *(TRACE, ASSISTANTS),
+    *(TRACE, ASSISTANTS, CLEANS),
 )
 """Pages of which every command is run."""
 

@@ -1,0 +1,142 @@
+"""`forge-run data filter`, `data dedup`, `data decontaminate` and `data stats`: one table, one folder."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from forge_core.cli.command_line import with_examples
+from forge_core.contracts.errors import ExitCode
+from forge_kit.tools.json_output import add_json, print_json
+
+if TYPE_CHECKING:
+    from forge_plugin_datatrove.execution import Work
+    from forge_plugin_datatrove.table import Table
+
+HEADING = "start"
+
+
+def filter_documents(argv: list[str]) -> int:
+    """Remove documents by datatrove's filters, with a record of each.
+
+    The steps are the tables [[filter]]. OUTPUT/filter/documents has the kept documents, which the next command
+    reads, and data prepare; OUTPUT/filter/removed has the id, origin and reason of each removed one. A command that was
+    killed continues when it is given again.
+    """
+    parser = _parser("filter", filter_documents)
+    parser.add_argument("--why", metavar="TEXT", help="print what became of the document with this id, in all stages")
+    with_examples(parser, "forge-run data filter clean.toml", "forge-run data filter clean.toml --why web/a.jsonl:1024")
+    options = parser.parse_args(argv)
+    table = _table(options)
+    # Nothing is run for it, also where a stage is not finished
+    if options.why is not None:
+        return _print_fate(table, options)
+    from forge_plugin_datatrove.filtering import counts, filter_work
+
+    return _run(filter_work, table, options, counts)
+
+
+def deduplicate(argv: list[str]) -> int:
+    """Remove duplicates: MinHash, exact, sentences or a Bloom filter.
+
+    The method is the table [dedup]. It reads what data filter has kept, if the file has filters, or else the inputs.
+    The memory of the phase that merges signatures, and of the one that makes clusters, is estimated before each starts
+    and compared with the machine's.
+    """
+    parser = _parser("dedup", deduplicate)
+    with_examples(parser, "forge-run data dedup clean.toml", "forge-run data dedup clean.toml --json")
+    options = parser.parse_args(argv)
+    table = _table(options)
+    from forge_plugin_datatrove.dedup import dedup_counts, dedup_work
+
+    return _run(dedup_work, table, options, dedup_counts)
+
+
+def decontaminate(argv: list[str]) -> int:
+    """Remove documents with texts of the tasks that a job evaluates.
+
+    The table [decontaminate] names the job, or tasks. A document is removed if it has an n-gram of an item: of its
+    answer, or of question and answer. OUTPUT/decontaminate/overlap.json has the counts of each task, which the report
+    of a run that trains on the documents shows.
+    """
+    parser = _parser("decontaminate", decontaminate)
+    with_examples(parser, "forge-run data decontaminate clean.toml")
+    options = parser.parse_args(argv)
+    table = _table(options)
+    from forge_plugin_datatrove.decontamination import decontaminate_work, decontamination_counts
+
+    return _run(decontaminate_work, table, options, decontamination_counts)
+
+
+def count_statistics(argv: list[str]) -> int:
+    """Count lengths, lines and words of documents by datatrove.
+
+    The statistics are the tables [[stats]]. Run it before and after other commands: columns of all sources that were
+    counted stand next to each other.
+    """
+    parser = _parser("stats", count_statistics)
+    sources = ("inputs", "filter", "dedup", "decontaminate")
+    parser.add_argument("--of", choices=sources, default="inputs", help="which documents to count (inputs)")
+    with_examples(parser, "forge-run data stats clean.toml", "forge-run data stats clean.toml --of filter")
+    options = parser.parse_args(argv)
+    table = _table(options)
+    from forge_plugin_datatrove.filtering import merged_statistics, stats_work
+
+    return _run(partial(stats_work, source=options.of), table, options, merged_statistics)
+
+
+def _parser(name: str, function: Any) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(f"forge-run data {name}", description=function.__doc__, allow_abbrev=False)
+    parser.add_argument("table", type=Path, metavar="TABLE.toml", help="inputs, output, and the steps of each command")
+    add_json(parser)
+    return parser
+
+
+def _table(options: argparse.Namespace) -> Table:
+    # Imported after the options are parsed, so that help appears at once
+    from forge_plugin_datatrove.table import Table
+
+    return Table.read(options.table)
+
+
+def _run(
+    make: Callable[[Table], Work],
+    table: Table,
+    options: argparse.Namespace,
+    summary_of: Callable[[Work], Mapping[str, Any]],
+) -> int:
+    """Do the work, unless it is finished, and print its summary."""
+    from forge_plugin_datatrove.execution import WORK, complete, finished, run_locally, silence
+    from forge_plugin_datatrove.screen import text_of
+
+    # Steps of datatrove log when they are made
+    with silence():
+        work = make(table)
+    summary: Mapping[str, Any] | None = finished(work)
+    if summary is None:
+        # To standard error, as --json has nothing else on standard output
+        print(f"{work.name}: {len(work.inputs)} files; logs in {work.folder / WORK}", file=sys.stderr, flush=True)
+        run_locally(work, table)
+        complete(work, summary_of(work))
+        summary = finished(work) or {}
+    if options.json:
+        print_json(summary)
+    else:
+        print(text_of(summary, table))
+    return ExitCode.FINISHED
+
+
+def _print_fate(table: Table, options: argparse.Namespace) -> int:
+    from forge_plugin_datatrove.removed import fate_of
+    from forge_plugin_datatrove.screen import text_of_fate
+
+    fate = fate_of(table, options.why)
+    if options.json:
+        print_json(fate)
+    else:
+        print(text_of_fate(fate))
+    return ExitCode.FINISHED

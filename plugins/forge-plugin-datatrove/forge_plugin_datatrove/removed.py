@@ -1,0 +1,64 @@
+"""What was removed: the records of all stages, by id."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from forge_core.contracts.errors import JobError
+from forge_plugin_datatrove.accounting import ORIGIN
+from forge_plugin_datatrove.table import DOCUMENTS, REMOVED, STAGES, SUMMARY, Table
+
+
+def removed_documents(table: Table) -> Iterator[Mapping[str, Any]]:
+    """Yields the records of removed documents of all stages that are finished, in the order of stages and files."""
+    for stage in STAGES:
+        folder = table.folder(stage)
+        if (folder / SUMMARY).is_file():
+            # Read each time: records are searched seldom, and an index would be as large
+            for path in sorted((folder / REMOVED).glob("*.jsonl")):
+                with path.open("rb") as file:
+                    yield from map(orjson.loads, file)
+
+
+def fate_of(table: Table, id_: str) -> dict[str, Any]:
+    """Returns what became of a document: why it was removed, or the file that has it.
+
+    Raises:
+        JobError: no finished stage has met such an id.
+    """
+    records = [record for record in removed_documents(table) if record["id"] == id_]
+    if records:
+        return {"id": id_, "removed": records}
+    kept = _kept(table, id_)
+    if kept is None:
+        done = [stage for stage in STAGES if (table.folder(stage) / SUMMARY).is_file()]
+        raise JobError(
+            f"--why {id_}: no document of this id in {table.output} ({', '.join(done) or 'no stage is finished'})"
+        )
+    return {"id": id_, "kept": kept}
+
+
+def _kept(table: Table, id_: str) -> dict[str, Any] | None:
+    """Returns file and origin of a document in what the last finished stage has kept."""
+    import pyarrow
+
+    done = [stage for stage in STAGES if (table.folder(stage) / SUMMARY).is_file()]
+    for path in sorted((table.folder(done[-1]) / DOCUMENTS).iterdir()) if done else ():
+        compression: Any = {".gz": "gzip", ".zst": "zstd"}.get(path.suffix)
+        with pyarrow.input_stream(str(path), compression=compression) as stream:
+            for number, line in enumerate(_lines(stream), 1):
+                # Parsed only where the id may be in it
+                if id_.encode() in line and (record := orjson.loads(line))["id"] == id_:
+                    return {"file": str(Path(path)), "line": number, "origin": record[ORIGIN]}
+    return None
+
+
+def _lines(stream: Any) -> Iterator[bytes]:
+    rest = b""
+    while block := stream.read(1 << 20):
+        *lines, rest = (rest + block).split(b"\n")
+        yield from lines
