@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from forge_core.contracts.components import (
         Component,
         DatasetComponent,
+        Environment,
         EvaluationComponent,
         ExecutorComponent,
         LoaderComponent,
@@ -67,6 +68,7 @@ __all__ = [
     "CheckpointError",
     "Component",
     "DatasetComponent",
+    "Environment",
     "EvaluationComponent",
     "ExecutorComponent",
     "ForgeDeprecation",

@@ -12,7 +12,7 @@ from forge_core.cli.command_line import parse_job_arguments, positive, with_exam
 from forge_core.config.load import dump_job, load_job
 from forge_core.contracts.run_end import Cause
 from forge_core.launch.rank_process import RankLog, this_process
-from forge_core.launch.world import World, join_world, tasks_of_shell
+from forge_core.launch.world import World, environments, join_world
 from forge_core.plugins.catalog import Catalog
 
 if TYPE_CHECKING:
@@ -55,7 +55,8 @@ def command(argv: list[str]) -> int:
         if options.nproc not in (None, 1):
             return find_command(Catalog.installed(), "launch local")(argv)
         if world.alone:
-            _warn_of_idle_tasks()
+            for text in filter(None, (each.warning(os.environ) for each in environments().values())):
+                warnings.warn(text, stacklevel=2)
             return _train(options, overrides)
         return this_process.run(world, lambda log: _train(options, overrides, world, log))
 
@@ -87,16 +88,6 @@ def _train(
         print(describe_summary(summary), flush=True)
     leave_group()  # last: what was printed is out even if another rank is gone and this one waits for it
     return int(summary.exit_code)
-
-
-def _warn_of_idle_tasks() -> None:
-    """Warn of a batch script without srun: it trains on one of its tasks and pays for all."""
-    if (tasks := tasks_of_shell(os.environ)) > 1:
-        warnings.warn(
-            f"SLURM has allotted {tasks} tasks, and this is the shell of the job, which is one process; "
-            "`srun forge-run …` makes each task a rank",
-            stacklevel=2,
-        )
 
 
 def describe_summary(summary: Summary) -> str:

@@ -465,6 +465,23 @@ class Command(Component):
 
 
 @frozen(kw_only=True)
+class Environment(Component):
+    """Variables of a launcher that starts each rank, other than torchrun's. No job names one: all processes ask all."""
+
+    kind = "environment"
+    OWN_DEVICES: ClassVar[str] = "FORGE_OWN_DEVICES"
+    """Variable that `rank` may add where each rank of a machine is shown devices that others are not."""
+
+    def rank(self, variables: Mapping[str, str]) -> Mapping[str, str]:
+        """`RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`; empty: no rank."""
+        raise NotImplementedError
+
+    def warning(self, variables: Mapping[str, str]) -> str:
+        """Why a process that trains alone may be a mistake here, such as idle ranks; empty: it is none."""
+        return ""
+
+
+@frozen(kw_only=True)
 class EvaluationComponent(Component["Evaluation"]):
     """Measures the model during training; an entry of `[evaluations.NAME]`."""
 

@@ -57,7 +57,7 @@ class EndedElsewhere(ForgeError):
     """Another rank has ended the run."""
 
     def __init__(self, report: FailureReport) -> None:
-        super().__init__(f"rank {report.rank} has ended the run")
+        super().__init__(f"rank {report.rank} has ended the run: {one_line(report.reason or report.text)}")
         self.exit_code = report.code  # type: ignore[assignment]
 
 

@@ -195,7 +195,7 @@ class RankProcess:
             os.write(self._log.terminal.fileno() if self._log else 2, f"{text}\n".encode())
         if self._log is not None:
             self._log.write(text)
-        if self._launcher is None:  # our launcher queries the other ranks itself
+        if self._launcher is None or self._world.spread:  # else our launcher queries the other ranks itself
             self.leave()
         # Processes that read data: they would wait for their parent for ever
         for child in sys.modules["multiprocessing"].active_children() if "multiprocessing" in sys.modules else ():
@@ -208,7 +208,7 @@ class RankProcess:
         if not report.echo:
             with suppress(Exception):  # the process that serves the store has gone
                 # The others wait even for a rank that could not read its job and so has joined nobody
-                if self._launcher is None:  # which sees by itself that a rank fails
+                if self._launcher is None or self._world.spread:  # else it sees by itself that a rank fails
                     self.join(self._world, UNKNOWN_TIMEOUT_S, UNKNOWN_TIMEOUT_S)
                 if self.rendezvous is not None:
                     first = self.rendezvous.end(report)

@@ -14,13 +14,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from forge_core.contracts.components import Environment
 from forge_core.contracts.errors import JobError
 from forge_core.contracts.layout import Layout, MeshDimension
 from forge_core.devices import device_problem
 from forge_core.job import LaunchSection
 from forge_core.launch.rank_process import this_process
 from forge_core.launch.rendezvous import Rendezvous
-from forge_core.launch.world import is_rank_of_step, join_world
+from forge_core.launch.world import join_world
 
 
 def world_size() -> int:
@@ -43,8 +44,7 @@ def choose_device(name: str) -> torch.device:
     if problem := device_problem(wanted) if wanted == found.type else f"what torch finds here is {found.type}":
         raise JobError.at("train.device", f'is "{name}": {problem}')
     count = torch.accelerator.device_count()
-    # SLURM may show each task its own GPUs only.
-    ranks = 1 if is_rank_of_step(os.environ) else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    ranks = 1 if Environment.OWN_DEVICES in os.environ else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if ranks <= count:
         return torch.device(wanted, int(os.environ.get("LOCAL_RANK", "0")) % count)
     counts = f"{ranks} ranks on this machine and {count} of {wanted}, which ranks cannot share"

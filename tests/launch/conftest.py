@@ -98,13 +98,15 @@ class Job:
         self.run = folder / "runs/tiny"
         self._started: list[subprocess.Popen] = []
 
-    def start(self, *arguments: str, launcher: tuple[str, ...] = (), **environment: str) -> subprocess.Popen:
-        """`forge-run job.toml` with these arguments, as a process group of its own."""
-        command = [*(launcher or (sys.executable,)), "-m", "forge_core", "job.toml", *arguments]
+    def start(
+        self, *arguments: str, launcher: tuple[str, ...] = (), command: tuple[str, ...] = (), **environment: str
+    ) -> subprocess.Popen:
+        """`forge-run [COMMAND] job.toml` with these arguments, as a process group of its own."""
+        words = [*(launcher or (sys.executable,)), "-m", "forge_core", *command, "job.toml", *arguments]
         variables = os.environ | {"OMP_NUM_THREADS": "1", "FORGE_CACHE": str(self.folder / "cache")} | environment
         pipe = subprocess.PIPE
         process = subprocess.Popen(
-            command, cwd=self.folder, env=variables, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+            words, cwd=self.folder, env=variables, stdout=pipe, stderr=pipe, text=True, start_new_session=True
         )
         self._started.append(process)
         return process

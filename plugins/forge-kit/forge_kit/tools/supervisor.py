@@ -16,14 +16,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from attrs import define, evolve
+from attrs import define, evolve, frozen
 
 from forge_core.checkpoint.run_folder import LOCK, RunFolder
-from forge_core.contracts.errors import ExitCode, listed
+from forge_core.contracts.errors import ExitCode, JobError, listed
 from forge_core.contracts.run_end import Cause, End
 from forge_core.launch.failure_report import FailureReport
 from forge_core.launch.stop_requests import STOP_SIGNALS, StopRequests
@@ -42,6 +42,30 @@ LOST = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIG
 
 
 Popen = Callable[..., subprocess.Popen]
+
+
+@frozen(kw_only=True)
+class Node:
+    """This machine in a run of several, which have equally many ranks and a launcher each."""
+
+    number: int = 0
+    """From 0; the first rank of node 0 is rank 0."""
+    count: int = 1
+    address: str = "127.0.0.1"
+    """Host of node 0, where the ranks meet."""
+    port: int = 0
+    """Port of node 0; 0: a free one, which only a single node can know."""
+
+    def listener(self) -> socket.socket:
+        """Returns the socket at which rank 0 serves the others; a `JobError` if it cannot be opened here."""
+        # On one machine nobody else may connect: the store has no secret
+        host = "127.0.0.1" if self.count == 1 else ""
+        try:
+            # A backlog for all ranks, which may connect before rank 0 accepts
+            return socket.create_server((host, self.port), backlog=4096)
+        except OSError as error:
+            hint = "pass another --port to the launchers of all nodes"
+            raise JobError(f"--port={self.port}: rank 0 cannot listen there: {error}; {hint}") from None
 
 
 @define
@@ -101,11 +125,15 @@ class Ended(NamedTuple):
     """For a person, beyond what rank 0 has printed."""
     end: End | None = None
     """For the run folder; None where rank 0 has written it."""
+    is_echo: bool = False
+    """Whether a rank of another node was the first to fail."""
 
 
-def run_ranks(command: Sequence[str], ranks: int, logs: Path, grace_s: float, silence_s: float = 0.0) -> int:
+def run_ranks(
+    command: Sequence[str], ranks: int, logs: Path, grace_s: float, silence_s: float = 0.0, node: Node | None = None
+) -> int:
     """Run one command as several ranks, print why they failed, return the exit code; arguments as of `Supervisor`."""
-    ended = Supervisor(command, ranks, logs, grace_s, silence_s).run()
+    ended = Supervisor(command, ranks, logs, grace_s, silence_s, node=node).run()
     if ended.message:
         print(ended.message, file=sys.stderr, flush=True)
     return ended.code
@@ -115,7 +143,8 @@ class Supervisor:
     """Runs one command as several ranks, which keep logs in `logs`.
 
     After a request to stop they have `grace_s` seconds to end; 0: as many as they need. Once one has finished, the
-    others may be silent for `silence_s` seconds; 0: for ever. `popen` starts a rank.
+    others may be silent for `silence_s` seconds; 0: for ever. `popen` starts a rank. In a run on several nodes, `ranks`
+    counts one node's: when a rank fails on another, the ranks here end by themselves, with its exit code.
     """
 
     def __init__(
@@ -127,8 +156,10 @@ class Supervisor:
         silence_s: float = 0.0,
         *,
         popen: Popen = subprocess.Popen,
+        node: Node | None = None,
     ) -> None:
         self._command, self._count, self._logs, self._popen = command, ranks, logs, popen
+        self._node = node or Node()
         self._grace_s, self._silence_s = grace_s, silence_s
         self._finished_at: float | None = None
         """When the first rank ended well, on the monotonic clock."""
@@ -149,31 +180,30 @@ class Supervisor:
                 ended = self._wait()
             finally:
                 self._kill()
-        if ended.end is not None:
+        # What another node has ended is recorded there
+        if ended.end is not None and not ended.is_echo:
             _record(RunFolder(self._logs.parent), ended.end, began)
         return ended
 
     def _start(self) -> None:
         # The socket is bound here and rank 0 inherits it, so no other process can take the port in between
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            # A backlog for all ranks, which may connect before rank 0 accepts
-            listener.listen(4096)
-            port = listener.getsockname()[1]
-            for rank in range(self._count):
-                self._ranks.append(self._spawn(rank, port, listener))
+        with self._node.listener() if self._node.number == 0 else nullcontext() as listener:
+            port = listener.getsockname()[1] if listener else self._node.port
+            for local_rank in range(self._count):
+                self._ranks.append(self._spawn(local_rank, port, listener))
         if self._asked is not None:  # meanwhile, when not all ranks could be asked
             self._ask_all(self._asked)
 
-    def _spawn(self, rank: int, port: int, listener: socket.socket) -> RankHandle:
+    def _spawn(self, local_rank: int, port: int, listener: socket.socket | None) -> RankHandle:
         ours, theirs = socket.socketpair()
-        sockets = {CONTROL: theirs, LISTENING: listener} if rank == 0 else {CONTROL: theirs}
+        rank = self._node.number * self._count + local_rank
+        sockets = {CONTROL: theirs, LISTENING: listener} if listener and rank == 0 else {CONTROL: theirs}
         variables = {
             "RANK": rank,
-            "LOCAL_RANK": rank,
-            "WORLD_SIZE": self._count,
+            "LOCAL_RANK": local_rank,
+            "WORLD_SIZE": self._node.count * self._count,
             "LOCAL_WORLD_SIZE": self._count,
-            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_ADDR": self._node.address,
             "MASTER_PORT": port,
             **{name: end.fileno() for name, end in sockets.items()},
         }
@@ -221,6 +251,8 @@ class Supervisor:
         while None in self._poll() and time.monotonic() < deadline and not self._second_signal.is_set():
             time.sleep(POLL_S)
         ended = _ended_by(first, self._kills)
+        if self._node.count > 1 and first.report is not None and first.report.echo:
+            ended = ended._replace(is_echo=True)
         if ended.message and ended.code != ExitCode.BAD_JOB and self._logs.is_dir():
             return ended._replace(message=f"{ended.message}\nlogs of all ranks: {self._logs}")
         return ended
@@ -321,6 +353,9 @@ def _record(run: RunFolder, end: End, began: float) -> None:
     """Keep the end in the run folder, unless the ranks never took it, or another run has it now."""
     before = run.end()
     if not (run.path / LOCK).is_file() or owner(run.path) or (before is not None and before.ended < began):
+        return
+    # A kill is certain for the launcher of its node, and here only a lost connection
+    if before is not None and before.cause is Cause.KILLED and end.cause is not Cause.KILLED:
         return
     # Ranks that lost their connection to this one may have been quicker
     if before is None or (before.rank, before.code, before.cause) != (end.rank, end.code, end.cause):

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from forge_core.launch.world import PORTS
+from forge_kit.tools.slurm_step import PORTS
 from forge_plugin_plan.doctor.results import Result, Surroundings, failed, ok, warning
 
 LOCALHOST = "127.0.0.1"

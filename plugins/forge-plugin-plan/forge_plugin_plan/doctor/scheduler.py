@@ -8,7 +8,8 @@ import time
 from collections.abc import Iterator, Mapping
 
 from forge_core.contracts.errors import JobError
-from forge_core.launch.world import join_world, tasks_of_shell
+from forge_core.launch.world import join_world
+from forge_kit.tools.slurm_step import tasks_of_shell
 from forge_plugin_plan.doctor.results import Result, Surroundings, failed, not_run, ok, warning
 
 ANSWER_S = 10
