@@ -25,6 +25,7 @@ from pathlib import Path
 import pytest
 import yaml
 from fences import ROOT, Fence, fences, write_files
+from skill_world import JOB, make_world
 
 from forge_core import Catalog, JobError, load_job
 from forge_core.cli import main
@@ -38,35 +39,6 @@ RECORD = SHIPPED / "help.json"
 NAMED = re.compile(r"forge-run ((?:[a-z-]+)(?: [a-z-]+)?)")
 LINK = re.compile(r"\]\(([^)#]+)[^)]*\)")
 CODE = re.compile(r"# exits with (\d+)$")
-JOB = """
-[job]
-name = "tiny"
-[train]
-steps = 20
-global_batch_size = 4
-seq_len = 32
-[model]
-type = "transformer"
-vocab_size = 260
-dim = 32
-layers = 2
-attention = { heads = 4 }
-[data.tokenizer]
-type = "bytes"
-[[data.sources]]
-type = "text"
-path = "texts"
-held_out_every = 4
-[optimizer]
-type = "adamw"
-lr = 3e-3
-[eval]
-interval = 10
-[checkpoint]
-interval = 10
-[loggers.console]
-style = "off"
-"""
 NEED_MODEL = {"bring-a-model", "add-an-architecture"}
 """Skills about a published model, which is made for them alone: that imports another library."""
 SLOW = {"add-an-architecture": pytest.mark.thorough}
@@ -79,16 +51,7 @@ SLOW = {"add-an-architecture": pytest.mark.thorough}
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with everything that skills name, but for the published model."""
-    folder = tmp_path_factory.mktemp("skills")
-    (folder / "texts").mkdir()
-    for number in range(8):
-        (folder / f"texts/{number}.txt").write_text(
-            "".join(f"line {i} of text {number}: the quick fox\n" for i in range(40))
-        )
-    (folder / "job.toml").write_text(JOB)
-    with contextlib.chdir(folder):
-        assert main(["job.toml"]) == 0
-    return folder
+    return make_world(tmp_path_factory.mktemp("skills"))
 
 
 @pytest.fixture(scope="module")
