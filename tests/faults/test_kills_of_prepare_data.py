@@ -14,6 +14,11 @@ def test_prepared_data_is_as_if_nobody_had_killed_the_command(tmp_path, monkeypa
     assert kill_at_random(tmp_path / "prepared", kills=5, seed=1, say=print) == ""
 
 
+def test_parts_and_joins_that_are_killed_end_as_one_command_does(tmp_path, monkeypatch):
+    monkeypatch.setattr(kill_prepare, "DOCUMENTS", 2_000)
+    assert kill_at_random(tmp_path / "prepared", kills=3, seed=1, say=print, parts=2) == ""
+
+
 def test_a_file_that_differs_is_noticed(tmp_path, monkeypatch):
     finish = kill_prepare._finish
 

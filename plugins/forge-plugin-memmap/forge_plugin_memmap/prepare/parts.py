@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 
 from forge_core.contracts.errors import JobError
-from forge_plugin_memmap.manifest import PARTS, TOKENIZER, TRAIN, UNFINISHED
+from forge_plugin_memmap.manifest import PART, PARTS, TOKENIZER, TRAIN, UNFINISHED
 from forge_plugin_memmap.prepare.console import Speed, open_meter
 from forge_plugin_memmap.prepare.encoding import open_pool
 from forge_plugin_memmap.prepare.folder import (
@@ -36,6 +36,7 @@ from forge_plugin_memmap.prepare.inputs import read_chunks
 from forge_plugin_memmap.prepare.part_range import Part
 from forge_plugin_memmap.prepare.run import Settings, make_tokenizer, open_writers, write
 from forge_plugin_memmap.prepare.shard_formats import FORMATS
+from forge_plugin_memmap.prepare.tokenizer import build_tokenizer
 from forge_plugin_memmap.prepare.writing import Written
 
 
@@ -65,13 +66,16 @@ def prepare_part(settings: Settings, part: Part, console: Console) -> tuple[Mapp
     if finished_manifest(output, settings.arguments(), inputs) is not None:
         raise JobError(f"{output} is finished, with all its parts; give another --out")
     folder, arguments = part_folder(output, part), part_arguments(settings.arguments(), part)
+    is_begun = (folder / UNFINISHED).exists() or (folder / PART).exists()
+    # Before the folder is made, as a tokenizer that is still to be trained is refused
+    built = None if is_begun else build_tokenizer(settings.tokenizer, no_documents)
     with owned(folder), room_to_write(folder):
         record = finished_part(folder, arguments, inputs)
         if record is not None:
             return record, ""
         begin, end = part.bounds(settings.inputs)
         state = open_state(folder, State(arguments, place=begin, splits={TRAIN: Written()}), inputs)
-        tokenizer = make_tokenizer(folder, settings, state, console, no_documents)
+        tokenizer = make_tokenizer(folder, settings, state, console, no_documents, built)
         began, speed = time.monotonic(), Speed(state.tokens)
         with ExitStack() as stack:
             writers = open_writers(folder, settings, state, tokenizer, stack, FORMATS["forge"], is_part=True)

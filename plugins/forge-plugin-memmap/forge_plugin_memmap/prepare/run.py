@@ -34,7 +34,7 @@ from forge_plugin_memmap.prepare.inputs import Chunk, Input, InputPosition, end_
 from forge_plugin_memmap.prepare.origin_files import OriginWriter
 from forge_plugin_memmap.prepare.part_range import Part
 from forge_plugin_memmap.prepare.shard_formats import FORMATS, ShardFormat
-from forge_plugin_memmap.prepare.tokenizer import keep_tokenizer
+from forge_plugin_memmap.prepare.tokenizer import build_tokenizer, keep_tokenizer
 from forge_plugin_memmap.prepare.writing import SplitWriter
 from forge_plugin_memmap.tokenizer_folder import KeptTokenizer, load_kept
 
@@ -118,13 +118,18 @@ def demand_documents(settings: Settings, state: State) -> None:
 
 
 def make_tokenizer(
-    output: Path, settings: Settings, state: State, console: Console, documents: Callable[[], Iterable[str]]
+    output: Path,
+    settings: Settings,
+    state: State,
+    console: Console,
+    documents: Callable[[], Iterable[str]],
+    built: KeptTokenizer | None = None,
 ) -> KeptTokenizer:
-    """Returns the tokenizer in the output folder, or else a new one, which may be trained on documents."""
+    """Returns the tokenizer in the output folder, or else the one that was `built`, or may be trained on documents."""
     folder = output / TOKENIZER
     if state.tokenizer is None:
         console.print("making the tokenizer", highlight=False)
-        tokenizer = keep_tokenizer(output, settings.tokenizer, documents)
+        tokenizer = keep_tokenizer(output, built or build_tokenizer(settings.tokenizer, documents))
         # Saved before anything is encoded: a process that continues must not train another one.
         state.tokenizer = _describe(tokenizer)
         save_state(output, state)

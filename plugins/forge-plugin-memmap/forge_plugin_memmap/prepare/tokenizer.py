@@ -42,23 +42,25 @@ def choose_tokenizer(job: Iterable[str], type_: str | None, keys: Iterable[str])
     return component
 
 
-def keep_tokenizer(
-    output: Path, component: TokenizerComponent, documents: Callable[[], Iterable[str]]
-) -> KeptTokenizer:
-    """Build the tokenizer and save it in the output folder.
+def build_tokenizer(component: TokenizerComponent, documents: Callable[[], Iterable[str]]) -> KeptTokenizer:
+    """Returns the tokenizer of a component.
 
     Args:
-        output: the output folder.
-        component: the tokenizer's component.
+        component: of the tokenizer.
         documents: returns a new iterable over the texts of the training split at each call.
+    """
+    built = component.build(cast(BuildContext, NO_RUN), documents)
+    # One that was kept before has the table of the component that made it
+    return built if isinstance(built, KeptTokenizer) else KeptTokenizer(built, to_toml(component, Catalog.installed()))
+
+
+def keep_tokenizer(output: Path, made: KeptTokenizer) -> KeptTokenizer:
+    """Save a tokenizer in the output folder, and load it from there.
 
     Raises:
         ForgeError: the saved tokenizer is not the same one.
     """
     folder, unfinished = output / TOKENIZER, output / f"{TOKENIZER}.tmp"
-    built = component.build(cast(BuildContext, NO_RUN), documents)
-    table = to_toml(component, Catalog.installed())
-    made = built if isinstance(built, KeptTokenizer) else KeptTokenizer(built, table)
     # Renamed into place when it is complete: a folder of this name always holds a whole tokenizer.
     for leftover in (unfinished, folder):
         shutil.rmtree(leftover, ignore_errors=True)
