@@ -14,7 +14,7 @@ from forge_plugin_memmap.formats.kind import Surroundings, TokenFormat
 from forge_plugin_memmap.formats.reading import read_shard
 from forge_plugin_memmap.manifest import HELD_OUT, TRAIN, Prepared, read_prepared
 from forge_plugin_memmap.origins import ORIGINS, OriginTable
-from forge_plugin_memmap.paths import FoundFile, distinct, expand
+from forge_plugin_memmap.paths import FoundFile, absolute, distinct, expand
 from forge_plugin_memmap.shards import Shard
 
 
@@ -153,14 +153,14 @@ class _Search:
         pairs = {format.index for format in self.keys.format.members() if format.index}
         known = {path for shard in shards for path in shard.stamps}
         for folder in sorted(folders):
-            where = os.path.abspath(folder)
+            where = absolute(folder)
             # Only where such indexes are in use: another file may have the same suffix
             used = [
                 pair
                 for pair in pairs
                 if any(path.endswith(pair[0]) and os.path.dirname(path) == where for path in known)
             ]
-            for name in sorted(os.listdir(folder or ".")) if used else ():
+            for name in sorted(self.surroundings.listing.names(folder)) if used else ():
                 data = [name.removesuffix(index) + suffix for index, suffix in used if name.endswith(index)]
                 if data and not any(self.surroundings.listing.has(os.path.join(folder, each)) for each in data):
                     self._note("path", f"{os.path.join(folder, name)} is there, but its data, {data[0]}, is missing")
@@ -173,7 +173,8 @@ class _Search:
         # Known from the shards, so that the manifest's files need not be looked at again
         sizes = {path: stamp[0] for shard in shards for path, stamp in shard.stamps.items()}
         for folder in prepared:
-            faults = (folder.size_fault(name, sizes) for name in folder.manifest["files"])
+            listing = self.surroundings.listing
+            faults = (folder.size_fault(name, sizes, listing) for name in folder.manifest["files"])
             self.problems += [Problem("path", fault) for fault in faults if fault]
         # Equal ids of different tokenizers would be different words.
         if len({folder.fingerprint for folder in prepared}) > 1:

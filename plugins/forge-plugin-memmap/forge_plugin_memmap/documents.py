@@ -40,9 +40,22 @@ class ShardedDocuments:
     """
 
     def __init__(
-        self, shards: Sequence[Shard], end_of_text: int, held_out: Documents | None = None, limit: int | None = None
+        self,
+        shards: Sequence[Shard],
+        end_of_text: int,
+        held_out: Documents | None = None,
+        limit: int | None = None,
+        cache_bytes: int = 0,
     ) -> None:
-        """Open the shards; ids must be below `limit` and the vocabulary size that a shard states, where given."""
+        """Open the shards.
+
+        Args:
+            shards: in order.
+            end_of_text: id that ends a document.
+            held_out: documents that never occur in training.
+            limit: ids must be below it, and the vocabulary size that a shard states, where given.
+            cache_bytes: size of the cache for blocks of remote shards.
+        """
         self.end_of_text = end_of_text
         self._limit = limit
         self.held_out: Documents | None = held_out
@@ -50,7 +63,9 @@ class ShardedDocuments:
         self._starts = [0, *accumulate(shard.tokens for shard in shards)]
         self._dtypes = [np.dtype(shard.dtype) for shard in shards]
         self._masks = [shard.mask for shard in shards]
-        self._reader = Reader({path: stamp[0] for shard in shards for path, stamp in shard.stamps.items()})
+        stamps = {path: stamp for shard in shards for path, stamp in shard.stamps.items()}
+        self._cache_bytes = cache_bytes
+        self._reader = Reader(stamps, cache_bytes)
         self._checks: dict[tuple[int, str], CheckedBlocks] = {}
         self._ends: np.ndarray | None = None
         self._identity = digest_of([shard.content_key() for shard in shards])
@@ -120,7 +135,7 @@ class ShardedDocuments:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Without open files and what was checked: each worker opens and checks what it reads.
-        return ShardedDocuments, (self._shards, self.end_of_text, self.held_out, self._limit)
+        return ShardedDocuments, (self._shards, self.end_of_text, self.held_out, self._limit, self._cache_bytes)
 
     def _shard_of(self, token: int) -> int:
         # Without the last entry, the end of all shards: a token there belongs to the last shard

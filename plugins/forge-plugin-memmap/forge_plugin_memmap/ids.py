@@ -15,13 +15,16 @@ import numpy as np
 from forge_core.contracts.errors import Problem
 from forge_kit.data.cache import Progress, cached_folder, digest_of
 from forge_plugin_memmap.index import FORMAT, GROUP, blocks
+from forge_plugin_memmap.remote import is_remote
 from forge_plugin_memmap.shards import Shard
 
 
 def id_problems(shards: Iterable[Shard], limit: int | None) -> Iterator[Problem]:
     """Yields the first id of each shard that is negative or not below `limit` (None: there is no limit)."""
     # Most files need no look: their header, or their dtype, bounds the ids.
-    unknown = [shard for shard in shards if not _fit(_possible(shard), limit)]
+    # Ids of remote files are compared when they are read: all at once, the whole corpus would be downloaded
+    near = (shard for shard in shards if not is_remote(shard.path))
+    unknown = [shard for shard in near if not _fit(_possible(shard), limit)]
     for shard, ids in zip(unknown, _ranges(unknown), strict=True):
         if not _fit(ids, limit):
             yield Problem("", _describe(shard, limit))

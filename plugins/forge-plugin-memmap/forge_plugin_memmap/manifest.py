@@ -7,6 +7,7 @@ instead.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -15,13 +16,18 @@ from typing import Any
 
 from attrs import frozen
 
+from forge_core import report_progress
 from forge_core.contracts.errors import JobError
 from forge_kit.data.block_sums import BLOCK
 from forge_kit.data.cache import file_digest
+from forge_plugin_memmap.paths import AnyListing, absolute
+from forge_plugin_memmap.remote import is_remote, open_file
 
 MANIFEST, UNFINISHED, INPUTS, TOKENIZER = "manifest.json", "unfinished.json", "inputs.json", "tokenizer"
 MADE_BY = "forge-run data prepare"
 FORMAT = 1
+PIECE = 1 << 24
+"""Bytes of a remote file that are read at a time."""
 PARTS, PART = "parts", "part.json"
 """The folder of parts that are not joined yet, and the record of each that is finished."""
 TRAIN, HELD_OUT = SPLITS = ("train", "held_out")
@@ -45,19 +51,20 @@ class Prepared:
         """Whether the sums of a file's blocks are beside it."""
         return self.manifest["files"].get(name, {}).get("sums_of") == BLOCK
 
-    def size_fault(self, name: str, sizes: Mapping[str, int]) -> str:
+    def size_fault(self, name: str, sizes: Mapping[str, int], listing: AnyListing) -> str:
         """How the size of a file differs from the manifest; empty if it does not.
 
         Args:
             name: the file in the folder.
             sizes: sizes that are known already, by absolute path.
+            listing: of the folders, which has the sizes of remote files.
         """
         path, expected = os.path.join(self.folder, name), self.manifest["files"][name]["size"]
         # Absolute, as the paths of shards are
-        size = sizes.get(os.path.abspath(path))
+        size = sizes.get(absolute(path))
         if size is None:
             try:
-                size = os.path.getsize(path)
+                size = listing.stamp(path)[0]
             except FileNotFoundError:
                 return f"{path} is missing, though {MANIFEST} lists it"
         return "" if size == expected else f"{path} has {size} bytes, but its manifest lists {expected}: it is damaged"
@@ -65,7 +72,8 @@ class Prepared:
     def digest_fault(self, name: str) -> str:
         """How the SHA-256 of a file differs from the manifest; empty if it does not. Reads the file."""
         path = os.path.join(self.folder, name)
-        same = file_digest(path) == self.manifest["files"][name]["sha256"]
+        digest = _remote_digest(path) if is_remote(path) else file_digest(path)
+        same = digest == self.manifest["files"][name]["sha256"]
         return "" if same else f"the SHA-256 of {path} does not match its manifest: it is damaged"
 
 
@@ -76,12 +84,14 @@ def read_prepared(folder: str | Path) -> Prepared | None:
         JobError: it is not finished, of another version, or its manifest is damaged.
     """
     folder = str(folder) or "."
-    if os.path.exists(os.path.join(folder, UNFINISHED)):
+    exists = AnyListing().has
+    if exists(os.path.join(folder, UNFINISHED)):
         raise JobError(f"{folder!r} is not finished; run the same forge-run data prepare command again to continue it")
-    if os.path.exists(os.path.join(folder, PART)):
+    if exists(os.path.join(folder, PART)):
         raise JobError(f"{folder!r} is a part of data that is not finished; join all of them by --join in its place")
     try:
-        manifest = json.loads(Path(folder, MANIFEST).read_bytes())
+        with open_file(os.path.join(folder, MANIFEST)) as file:
+            manifest = json.loads(file.read())
     # Not an error: any folder may lack this file, or have another one of the same name
     except (OSError, ValueError):
         return None
@@ -96,3 +106,13 @@ def read_prepared(folder: str | Path) -> Prepared | None:
         message = f"{os.path.join(folder, MANIFEST)} does not list the files of both splits"
         raise JobError(f"{message} ({type(error).__name__}: {error}); prepare the data again") from error
     return Prepared(folder, manifest, names)
+
+
+def _remote_digest(path: str) -> str:
+    """The SHA-256 (hex) of a remote file, which is downloaded for it, piece by piece."""
+    digest = hashlib.sha256()
+    with open_file(path) as file:
+        while piece := file.read(PIECE):
+            digest.update(piece)
+            report_progress(f"reading {path}")
+    return digest.hexdigest()

@@ -14,6 +14,7 @@ from forge_kit.tools.rank_zero import from_rank0, is_checked_elsewhere
 from forge_plugin_memmap.corpus import CorpusKeys, ShardedCorpus, find_corpus
 from forge_plugin_memmap.formats.auto import Auto
 from forge_plugin_memmap.formats.kind import TokenFormat
+from forge_plugin_memmap.remote import is_remote
 from forge_plugin_memmap.shards import Shard, check_visible
 
 if TYPE_CHECKING:
@@ -52,6 +53,9 @@ class Memmap(DatasetComponent):
     files are searched for `end_of_text` once."""
     verify: Literal["sizes", "full"] = field(default="sizes", metadata=when_resumed("safe"))
     """How files of `data prepare` are checked: by their sizes, or also by SHA-256, which detects flipped bytes."""
+    remote_cache_gb: float = field(default=16.0, validator=ge(0.01), metadata=when_resumed("safe"))
+    """Disk of each machine for blocks of files in object stores and on web servers, in 10^9 bytes, in `FORGE_CACHE`.
+    All runs of a machine with the same number share it, and it never grows beyond."""
     _checked: ShardedCorpus | None = field(default=None, init=False, eq=False, repr=False)
     """Result of `problems`, until `build` takes it, so that no file is looked at twice: of 10,000 shards on 512 ranks
     each look is five million messages to the file system's server. Not a key of the table."""
@@ -96,6 +100,7 @@ class Memmap(DatasetComponent):
         Raises:
             JobError: they do not fit the tokenizer or the model, or are damaged.
         """
+        from forge_plugin_memmap.block_cache import block_cache
         from forge_plugin_memmap.documents import ShardedDocuments
         from forge_plugin_memmap.unpacking import unpacked
 
@@ -109,8 +114,12 @@ class Memmap(DatasetComponent):
         # Each machine has its own cache, where one rank makes it and the others wait
         shards = unpacked(corpus.shards)
         train, apart = shards[: len(corpus.train)], shards[len(corpus.train) :]
-        held_out = ShardedDocuments(apart, corpus.end_of_text, None, limit) if apart else None
-        return self._split(train, ShardedDocuments(train, corpus.end_of_text, held_out, limit))
+        size = int(self.remote_cache_gb * 1e9)
+        # Now, so that a disk without the room is no error of the middle of the run
+        if any(is_remote(shard.path) for shard in shards):
+            block_cache(size)
+        held_out = ShardedDocuments(apart, corpus.end_of_text, None, limit, size) if apart else None
+        return self._split(train, ShardedDocuments(train, corpus.end_of_text, held_out, limit, size))
 
     def _checked_corpus(self, tokenizer: Tokenizer | None, limit: int | None) -> ShardedCorpus:
         """Returns the files; raises `JobError` if they do not fit the tokenizer or the model, or are damaged."""

@@ -14,6 +14,7 @@ from attrs import frozen
 
 from forge_core.contracts.errors import DataError
 from forge_kit.data.origins import Origin
+from forge_plugin_memmap.remote import open_file
 
 if TYPE_CHECKING:
     import numpy as np
@@ -52,7 +53,7 @@ class OriginTable:
 
         found: list[Origin | None] = []
         try:
-            with parquet.ParquetFile(self.path) as file:
+            with open_file(self.path) as source, parquet.ParquetFile(source) as file:
                 if (file.schema_arrow.metadata or {}).get(FORMAT_KEY.encode()) != str(FORMAT).encode():
                     raise DataError(f"{self.path} does not have the origins of documents in format {FORMAT}")
                 sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]

@@ -11,6 +11,7 @@ from attrs import field, frozen
 
 from forge_core.contracts.errors import JobError
 from forge_plugin_memmap.origins import DocumentOrigins
+from forge_plugin_memmap.remote import is_remote, remote_stamp
 
 if TYPE_CHECKING:
     import numpy as np
@@ -172,9 +173,10 @@ def check_visible(shards: Iterable[Shard]) -> None:
     for shard in {os.path.dirname(shard.path): shard for shard in shards}.values():
         size = shard.stamps[shard.path][0]
         try:
-            seen = os.stat(shard.path).st_size
+            seen = remote_stamp(shard.path)[0] if is_remote(shard.path) else os.stat(shard.path).st_size
         except OSError as error:
-            raise JobError(f"{shard.path}: cannot be read on {socket.gethostname()} ({error.strerror})") from error
+            reason = error.strerror or error
+            raise JobError(f"{shard.path}: cannot be read on {socket.gethostname()} ({reason})") from error
         if seen < size:
             message = f"{shard.path} has {seen:,} bytes on {socket.gethostname()}, and {size:,} where rank 0 runs"
             raise JobError(f"{message}; all ranks must see the same files")

@@ -11,6 +11,7 @@ from attrs import frozen
 from forge_core.contracts.errors import JobError
 from forge_plugin_memmap.formats.columns import ColumnDocuments, ColumnFormat, arrow_batch, arrow_columns, arrow_width
 from forge_plugin_memmap.formats.kind import Candidate
+from forge_plugin_memmap.remote import is_remote, open_file
 
 if TYPE_CHECKING:
     import numpy as np
@@ -57,7 +58,7 @@ class Arrow(ColumnFormat):
     def documents(self, file: Candidate) -> ArrowDocuments:
         """The rows."""
         if file.head.startswith(MARK):
-            with open(file.path, "rb") as stream:
+            with open_file(file.path) as stream:
                 stream.seek(-len(END), 2)
                 # A stream that was cut between two messages reads as a shorter one
                 if stream.read() != END:
@@ -74,7 +75,7 @@ def _opened(path: str) -> Iterator[tuple[Any, Iterator[Any]]]:
     from pyarrow import ipc
 
     try:
-        with pyarrow.OSFile(path) as source:
+        with pyarrow.PythonFile(open_file(path), "r") if is_remote(path) else pyarrow.OSFile(path) as source:
             if source.read(len(MAGIC)) == MAGIC:
                 reader = ipc.open_file(source)
                 yield reader.schema, (reader.get_batch(number) for number in range(reader.num_record_batches))

@@ -21,6 +21,7 @@ from forge_core.contracts.errors import JobError
 from forge_kit.data.origins import Origin
 from forge_plugin_memmap.formats.kind import Candidate, TokenFormat
 from forge_plugin_memmap.formats.npy import MAGIC
+from forge_plugin_memmap.remote import is_remote, open_file, remote_stamp
 from forge_plugin_memmap.shards import Shard
 
 if TYPE_CHECKING:
@@ -138,11 +139,14 @@ class Dolma(TokenFormat):
 def _text(path: str) -> TextIO:
     """The table, decompressed."""
     # All at once where it is small: a stream costs as much as 10,000 small tables take together
-    if os.path.getsize(path) <= SMALL:
-        with open(path, "rb", buffering=0) as file:
+    size = remote_stamp(path)[0] if is_remote(path) else os.path.getsize(path)
+    if size <= SMALL:
+        with open_file(path) as file:
             # Not translated, as a quoted source may have any line break
             return io.StringIO(gzip.decompress(file.read()).decode(), newline="")
-    return gzip.open(path, "rt", encoding="utf-8", newline="")
+    # By a file of ours where it is remote; gzip closes its own
+    source = open_file(path) if is_remote(path) else path
+    return gzip.open(source, "rt", encoding="utf-8", newline="")
 
 
 def _row_ends(path: str) -> Iterator[int]:

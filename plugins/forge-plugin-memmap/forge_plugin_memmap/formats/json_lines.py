@@ -11,6 +11,7 @@ from attrs import frozen
 from forge_core.contracts.errors import JobError
 from forge_plugin_memmap.formats.columns import ROWS, ColumnDocuments, ColumnFormat
 from forge_plugin_memmap.formats.kind import Candidate
+from forge_plugin_memmap.remote import open_file
 
 if TYPE_CHECKING:
     import numpy as np
@@ -41,7 +42,7 @@ class JsonDocuments(ColumnDocuments):
         return ids, np.cumsum([len(part[0]) for part in parts]), masks[0] if masks else None
 
     def _rows(self) -> Iterator[list[np.ndarray]]:
-        with open(self.path, "rb") as file:
+        with open_file(self.path) as file:
             for number, line in enumerate(file, 1):
                 if not line.strip():
                     continue
@@ -66,13 +67,13 @@ class JsonLines(ColumnFormat):
 
     def columns(self, file: Candidate) -> dict[str, bool]:
         """By the first line."""
-        with open(file.path, "rb") as lines:
+        with open_file(file.path) as lines:
             row = _parsed(file.path, 1, lines.readline())
         return {key: isinstance(value, list) and {*map(type, value)} <= {int, bool} for key, value in row.items()}
 
     def documents(self, file: Candidate) -> JsonDocuments:
         """The lines."""
-        with open(file.path, "rb") as lines:
+        with open_file(file.path) as lines:
             lines.seek(max(0, file.size - TAIL))
             tail = lines.read()
         # A line is whole if it ends, or if it is JSON: the last one may lack its line break

@@ -11,8 +11,9 @@ from attrs import field, frozen
 
 from forge_core.contracts.components import Component
 from forge_core.contracts.errors import JobError
-from forge_kit.data.data_files import Listing
-from forge_plugin_memmap.shards import Shard, Stamp, stamp_of
+from forge_plugin_memmap.paths import AnyListing, absolute
+from forge_plugin_memmap.remote import is_remote, open_file, read_range
+from forge_plugin_memmap.shards import Shard, Stamp
 
 HEAD = 4096
 """Bytes of a file that formats see of it: the longest header of those here, of llm.c, has 1,024."""
@@ -23,7 +24,7 @@ RAW_HINT = 'if it holds plain ids, write format = { type = "raw", dtype = "uint1
 class Surroundings:
     """What lies beside the files of one corpus. Folders are listed once, and indexes of whole folders read once."""
 
-    listing: Listing = field(factory=Listing)
+    listing: AnyListing = field(factory=AnyListing)
     _tables: dict[str, Any] = field(factory=dict, init=False)
     _missing: dict[str, str] = field(factory=dict, init=False)
     _entries: dict[tuple[str, str], Mapping[str, Any]] = field(factory=dict, init=False)
@@ -57,7 +58,7 @@ class Surroundings:
     def _read(self, path: str) -> Any:
         if not self.listing.has(path):
             return None
-        with open(path, "rb") as file:
+        with open_file(path) as file:
             data = file.read()
         try:
             return json.loads(data)
@@ -81,7 +82,7 @@ class Candidate:
     @absolute.default
     def _absolute(self) -> str:
         # Once, for 10,000 shards. Not the real path: a link may have its index beside itself
-        return os.path.abspath(self.path)
+        return absolute(self.path)
 
     @property
     def size(self) -> int:
@@ -111,11 +112,14 @@ class Candidate:
 
     def stamps(self, paths: Sequence[str]) -> dict[str, Stamp]:
         """The stamps of this file, and of others that exist."""
-        return {self.absolute: self.stamp, **{path: stamp_of(os.stat(path)) for path in paths if self.has(path)}}
+        listing = self.surroundings.listing
+        return {self.absolute: self.stamp, **{path: listing.stamp(path) for path in paths if self.has(path)}}
 
 
 def read_part(path: str, size: int, offset: int = 0) -> bytes:
     """Returns up to `size` bytes of a file, from byte `offset` on."""
+    if is_remote(path):
+        return read_range(path, offset, offset + size)
     # Without a buffer, which costs more than the few bytes that are read beside each of 10,000 shards
     with open(path, "rb", buffering=0) as file:
         return os.pread(file.fileno(), size, offset)

@@ -18,6 +18,7 @@ from attrs import frozen
 
 from forge_core.contracts.errors import JobError
 from forge_plugin_memmap.formats.kind import Candidate, TokenFormat
+from forge_plugin_memmap.remote import open_file
 from forge_plugin_memmap.shards import Shard
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class Samples:
         return self.dtype or self.encoding.split(":")[1] if ":" in self.encoding or self.dtype else ""
 
     def _content(self) -> bytes:
-        with open(self.path, "rb") as file:
+        with open_file(self.path) as file:
             data = file.read()
         for name, digest in self.hashes:
             if hashlib.new(name, data).hexdigest() != digest:

@@ -17,6 +17,7 @@ from forge_plugin_memmap.formats.columns import (
     arrow_width,
 )
 from forge_plugin_memmap.formats.kind import Candidate
+from forge_plugin_memmap.remote import open_file
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,7 +39,8 @@ class ParquetDocuments(ColumnDocuments):
         row = 1
         try:
             # Sums of pages are compared where the writer has made some
-            with parquet.ParquetFile(self.path, buffer_size=BUFFER, page_checksum_verification=True) as file:
+            options = {"buffer_size": BUFFER, "page_checksum_verification": True}
+            with open_file(self.path) as source, parquet.ParquetFile(source, **options) as file:
                 for batch in file.iter_batches(ROWS, columns=list(self.keys)):
                     yield arrow_batch(self.path, row, [batch.column(key) for key in self.keys])
                     row += len(batch)
@@ -72,7 +74,8 @@ class Parquet(ColumnFormat):
         from pyarrow import parquet
 
         try:
-            return parquet.read_schema(file.path)
+            with open_file(file.path) as source:
+                return parquet.read_schema(source)
         # Of names that are no UTF-8, too
         except (pyarrow.ArrowException, OSError, ValueError) as error:
             raise _damage(file.path, error) from error
