@@ -282,7 +282,7 @@ def merged(spec: Mapping[str, Any], extra: Mapping[str, Any], path: str = "extra
             result[key] = value
         elif isinstance(present, Mapping) and isinstance(value, Mapping):
             result[key] = merged(present, value, f"{path}.{key}")
-        elif isinstance(present, list) and isinstance(value, list) and key != "command":
+        elif isinstance(present, list) and isinstance(value, list):
             result[key] = [*present, *value]
         else:
             raise JobError(f"{path}.{key}: forge-run submit sets it itself, from the other keys of the cluster")

@@ -128,6 +128,16 @@ def test_a_runtime_of_the_cluster_replaces_ours(submit: Run) -> None:
     assert (reference["kind"], reference["name"]) == ("ClusterTrainingRuntime", "torch-distributed")
 
 
+def test_further_keys_join_those_of_ours_and_replace_none(submit: Run) -> None:
+    extra = '--cluster.extra={trainer={env=[{name="A",value="1"}]},runtimePatches=[{manager="a.b/c"}]}'
+    spec = printed(submit, extra)["TrainJob"]["spec"]
+    assert [variable["name"] for variable in spec["trainer"]["env"]][-2:] == ["WANDB_API_KEY", "A"]
+    assert [patch["manager"] for patch in spec["runtimePatches"]] == ["forge-run.dev/submit", "a.b/c"]
+    twice = "--cluster.extra={trainer={resourcesPerNode={limits={cpu='1'}}}}"
+    code, _, err = submit("job.toml", "--print", twice)
+    assert (code, lacks(err, "extra.trainer.resourcesPerNode.limits.cpu")) == (2, [])
+
+
 @pytest.mark.parametrize(("grace", "seconds"), [("90", 120), ("0.5", 31), ("0", 86400)])
 def test_pods_have_the_time_that_ranks_have_to_save(submit: Run, grace: str, seconds: int) -> None:
     patch = printed(submit, f"--launch.grace_s={grace}")["TrainJob"]["spec"]["runtimePatches"][0]

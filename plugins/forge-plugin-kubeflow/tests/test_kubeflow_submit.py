@@ -117,8 +117,14 @@ def test_a_run_is_made_seen_read_and_stopped_and_then_continued(submit: Run) -> 
 STATES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     "Kueue has not admitted it": ({"conditions": [{"type": "Suspended", "status": "True"}]}, {}, "queued", "Suspended"),
     "pods are pulled": ({}, {"pod_a": pod("Pending")}, "starting", "1 pods, not all of them ready"),
-    "between attempts": (
+    "a Job has failed": (
         {"jobsStatus": [{"name": "node", "ready": 0, "failed": 1}]},
+        {},
+        "recovering",
+        "0 pods, not all of them ready",
+    ),
+    "between attempts": (
+        {"jobsStatus": [{"name": "node", "ready": 0, "failed": 0}]},
         {"jobset_long": {"kind": "JobSet", "status": {"restarts": 2}}},
         "recovering",
         "0 pods, not all of them ready",
