@@ -14,6 +14,7 @@ from forge_core.contracts.errors import Problem
 from forge_core.job import Job
 from forge_plugin_kubeflow import names
 from forge_plugin_launch.clusters import Cluster, Status, SubmittedRun
+from forge_plugin_launch.remote.paths import has_object_store, is_below, path_problems
 
 
 def _extra(_: object, __: attrs.Attribute, value: Mapping[str, Any]) -> None:
@@ -72,22 +73,22 @@ class KubeflowCluster(Cluster):
         return self.tasks_per_node or super().ranks_per_node
 
     def run_problems(self, job: Job) -> Iterable[Problem]:
-        """Whether run folders outlive the pods, and what a key needs of another."""
-        output = Path(job.job.output)
-        mounted = list(self.volumes.values())
-        if not any(output.is_relative_to(path) for path in mounted):
+        """Whether run folders outlive the pods, and pods have what the job reads."""
+        output, mounted = job.job.output, list(self.volumes.values())
+        if not is_below(output, mounted) and not has_object_store(job):
             allowed = f"must be below one of {', '.join(mounted)}" if mounted else "needs a volume: cluster.volumes"
-            message = f"{str(output)!r} would be lost with the pods, and {allowed}"
+            message = f"{output!r} would be lost with the pods, and {allowed}"
             yield Problem("job.output", message)
+        # Of this machine, pods get job files and component files alone
+        yield from path_problems(job, mounted, Path(names.JOB_FOLDER))
         if self.priority and not self.queue:
             yield Problem("cluster.priority", "is a class of Kueue, which needs cluster.queue")
 
     def rendered(self, run: SubmittedRun) -> str:
         """The objects as YAML, as `kubectl create -f -` takes them."""
-        from forge_plugin_kubeflow.documents import documents
-        from forge_plugin_kubeflow.yaml_text import as_yaml
+        from forge_plugin_kubeflow.documents import as_text, documents
 
-        return as_yaml(documents(self, run))
+        return as_text(documents(self, run))
 
     def submit(self, run: SubmittedRun) -> Iterable[str]:
         """Make the objects in the cluster."""

@@ -15,6 +15,7 @@ from forge_core.contracts.errors import ExitCode, JobError
 from forge_plugin_kubeflow.job_files import JobFiles, job_files
 from forge_plugin_kubeflow.names import JOB_FOLDER, SHARED_MEMORY, object_name
 from forge_plugin_launch.clusters import CONTINUED, FINAL, SubmittedRun
+from forge_plugin_launch.remote.yaml_text import as_yaml
 
 if TYPE_CHECKING:
     from forge_plugin_kubeflow.cluster import KubeflowCluster
@@ -59,6 +60,11 @@ def documents(cluster: KubeflowCluster, run: SubmittedRun) -> list[Document]:
         }
         check(document)
     return made
+
+
+def as_text(made: list[Document]) -> str:
+    """Returns documents as YAML, as `kubectl create -f -` takes them."""
+    return "".join(f"---\n{as_yaml(document)}" for document in made)
 
 
 def check(document: Document) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from kubeflow_trainer_api import models
 
 from forge_plugin_kubeflow.documents import problem_of
-from forge_plugin_kubeflow.names import is_secret, known_token
+from forge_plugin_launch.remote.secret_values import is_secret, known_token, texts
 
 PLACES = {
     ("runtimeRef",): "runtime",
@@ -32,7 +32,7 @@ def refuse_wrong(extra: Mapping[str, Any]) -> None:
     spec = {"runtimeRef": {"name": "any"}, **extra}
     if problem := problem_of(spec, models.TrainerV1alpha1TrainJobSpec):
         raise ValueError(f"'extra' is no part of a TrainJob's spec: {problem}")
-    for path, value in _texts(extra, "extra"):
+    for path, value in texts(extra, "extra"):
         if known_token(value):
             raise ValueError(f"'extra' has a value at {path} that looks like a secret; use the key secrets")
     for variable in _at(extra, ("trainer", "env")) or []:
@@ -46,14 +46,3 @@ def _at(table: Any, place: tuple[str, ...]) -> Any:
     for key in place:
         table = table.get(key) if isinstance(table, Mapping) else None
     return table
-
-
-def _texts(value: Any, path: str) -> Iterator[tuple[str, str]]:
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _texts(item, f"{path}.{key}")
-    elif isinstance(value, list):
-        for number, item in enumerate(value):
-            yield from _texts(item, f"{path}[{number}]")
-    elif isinstance(value, str):
-        yield path, value

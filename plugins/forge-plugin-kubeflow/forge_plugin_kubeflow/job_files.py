@@ -9,8 +9,9 @@ from pathlib import Path, PurePosixPath
 from attrs import frozen
 
 from forge_core.contracts.errors import JobError, Problem
-from forge_plugin_kubeflow.names import known_token
 from forge_plugin_launch.clusters import SubmittedRun
+from forge_plugin_launch.remote.paths import is_below
+from forge_plugin_launch.remote.secret_values import known_token
 
 LIMIT = 2**20
 """Bytes of a ConfigMap: etcd's own limit is little more."""
@@ -44,7 +45,7 @@ def job_files(run: SubmittedRun, mounted: Sequence[str]) -> JobFiles:
     # Every `./router.py:Router` that the job names, as the run itself records them
     for path in map(Path, run.job.checked.catalog.files):
         # Job files name these by a path that must mean the same there, so that a new place will not do
-        if not _is_mounted(path, mounted) and not path.is_relative_to(run.work.resolve()):
+        if not is_below(str(path), mounted) and not path.is_relative_to(run.work.resolve()):
             raise JobError(
                 f"{path}: this component file is outside of {run.work}, so that the job names it by a path that the "
                 "container does not have; move it there, or to a volume"
@@ -58,7 +59,7 @@ def job_files(run: SubmittedRun, mounted: Sequence[str]) -> JobFiles:
 def _carried(name: str, work: Path, mounted: Sequence[str], texts: dict[str, str]) -> str:
     """Add a file to `texts`; returns its path in the container, relative to the working directory there."""
     path = Path(os.path.normpath(work / name))
-    if _is_mounted(path, mounted):
+    if is_below(str(path), mounted):
         return str(path)
     # Components come with their real paths, job files as they were written
     root = work.resolve() if path.is_relative_to(work.resolve()) else work
@@ -70,10 +71,6 @@ def _carried(name: str, work: Path, mounted: Sequence[str], texts: dict[str, str
     if texts.setdefault(place, text) != text:
         raise JobError(f"{name}: another file of the job is {place}, too; give one of them another name")
     return place
-
-
-def _is_mounted(path: Path, mounted: Sequence[str]) -> bool:
-    return any(path.is_relative_to(each) for each in mounted)
 
 
 def _refuse_tokens(texts: Sequence[tuple[str, str]]) -> None:

@@ -1,4 +1,4 @@
-"""What Kubernetes allows in names, quantities and paths, and which values are secrets: all of it before it is asked."""
+"""What Kubernetes allows in names, quantities and paths: all of it before it is asked."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 
 import attrs
+
+from forge_plugin_launch.remote.secret_values import is_secret, known_token
 
 POD_SUFFIX = "-node-0-{last}-abcde"
 """What JobSet adds to the name of a TrainJob for its pods; a label of DNS, such as a pod's name, has 63 characters."""
@@ -27,17 +29,6 @@ JOB_FOLDER = "/forge-run/job"
 SHARED_MEMORY = "/dev/shm"  # noqa: S108  # of the container
 TAKEN = (JOB_FOLDER, SHARED_MEMORY)
 """Paths in the container at which something is mounted already."""
-SECRET_WORDS = {"TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "CREDENTIALS", "APIKEY", "KEY"}
-"""Words of a variable's name, between its underscores, by which its value is a secret: not TOKENIZERS_PARALLELISM."""
-PLACES = {"PATH", "FILE", "DIR", "HOME"}
-"""Last words of a variable's name by which its value is only the place of a secret."""
-_TOKEN = re.compile(
-    r"\b(hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[opsu]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|AKIA[A-Z0-9]{16}"
-    r"|xox[abp]-[\w-]{10,}|eyJ[\w-]{10,}\.[\w-]{10,})"
-)
-"""Tokens by the prefixes that their issuers give them: Hugging Face, OpenAI, GitHub, GitLab, AWS, Slack, and JWT."""
-_RANDOM = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[A-Za-z0-9+/=_-]{32,}")
-"""Other keys: at least 32 letters and digits and nothing else, such as keys of Weights & Biases."""
 
 
 def object_name(run: str, nodes: int) -> str:
@@ -54,20 +45,6 @@ def object_name(run: str, nodes: int) -> str:
         return name
     digest = hashlib.sha256(run.encode()).hexdigest()[:6]
     return f"{name[: longest - 7].rstrip('-')}-{digest}"
-
-
-def known_token(text: str) -> str:
-    """Returns the first characters of a token in a text that its issuer's prefix gives away; empty if it has none."""
-    found = _TOKEN.search(text)
-    return f"{found[0][:6]}…" if found else ""
-
-
-def is_secret(name: str, value: str) -> bool:
-    """Whether a variable has a secret, by its name or by its value."""
-    # Whole words: TOKENIZERS_PARALLELISM is no token
-    words = name.upper().split("_")
-    by_name = bool(SECRET_WORDS & {*words}) and words[-1] not in PLACES
-    return bool(value) and (by_name or bool(known_token(value)) or bool(_RANDOM.fullmatch(value)))
 
 
 # --- validators of keys ---------------------------------------------------------------------------------------------

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from forge_core.contracts.errors import JobError
 from forge_plugin_kubeflow import kubectl
-from forge_plugin_kubeflow.documents import MANAGED, NODE, RUN_FOLDER, documents
+from forge_plugin_kubeflow.documents import MANAGED, NODE, RUN_FOLDER, as_text, documents
 from forge_plugin_kubeflow.kubectl import KubectlError
 from forge_plugin_kubeflow.names import object_name
 from forge_plugin_kubeflow.status import ENDS, Seen, look
-from forge_plugin_kubeflow.yaml_text import as_yaml
 from forge_plugin_launch.clusters import SubmittedRun
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ def submit(cluster: KubeflowCluster, run: SubmittedRun) -> list[str]:
         # Only now: until here nothing has been changed
         if seen.objects:
             kubectl.ask(cluster, "delete", KINDS, name, "--ignore-not-found")
-        _create(cluster, as_yaml(made))
+        _create(cluster, as_text(made))
     except KubectlError as error:
         raise JobError(f"Kubernetes took nothing: {error}") from error
     return [*_announcement(cluster, run, name), *lines]

@@ -276,6 +276,14 @@ def test_files_that_cannot_be_sent_are_named(submit: Run, name: str, text: str, 
     assert (code, out, lacks(err, *facts)) == (2, "", []), err
 
 
+def test_data_of_this_machine_are_refused(submit: Run, tmp_path: Path) -> None:
+    """In the working directory of the container are job files alone."""
+    (tmp_path / "text.txt").write_text("words " * 200)
+    source = '--data.sources=[{type="text",path="text.txt"}]'
+    code, _, err = submit("job.toml", "--print", source, '--data.tokenizer.type="bytes"')
+    assert (code, lacks(err, "data.sources", "text.txt", "mount")) == (2, []), err
+
+
 def test_a_component_file_outside_of_the_working_directory_is_refused(submit: Run, tmp_path: Path) -> None:
     (tmp_path / "hook.py").write_text("from forge_core import TrainingHook\nclass Quiet(TrainingHook): pass\n")
     (tmp_path / "work").mkdir()
