@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 from attrs import define, field
+from mkdocs.exceptions import PluginError
 
 ROOT = Path(__file__).parents[1]
 OPTIONAL = "Project"
@@ -119,6 +120,9 @@ def documented(name: str, options: str) -> str:
     if not inspect.ismodule(target):
         return "\n".join(_entry(name, target, members))
     names = members or [each for each in vars(target) if not each.startswith("_") and _is_defined_in(target, each)]
+    # mkdocstrings leaves such a member out without a word
+    if missing := [each for each in names if not hasattr(target, each)]:
+        raise PluginError(f"a page lists {', '.join(missing)} of {name}, which does not have it; correct `members`")
     return "\n".join(line for each in names for line in _entry(f"{name}.{each}", getattr(target, each), None))
 
 

@@ -71,6 +71,12 @@ COMMANDS = {
     "compare": "compare runs/tiny",
     "plugins": "plugins|plugins adamw --check",
     "skills list": "skills list",
+    "skills install": "skills install evaluate --target skills",
+    "replay": "replay runs/tiny --step 2",
+    "report": "report runs/tiny --format md --out report.md",
+    "data prepare": "data prepare texts --out prepared --tokenizer bytes --held-out-every 2",
+    "inside lens": "inside lens runs/tiny --prompt ab --last 1",
+    "inside attention": "inside attention runs/tiny --prompt ab",
     "generate": "generate runs/tiny --prompt a --max-tokens 2",
 }
 """Lines by command, apart by a bar."""

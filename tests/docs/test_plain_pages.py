@@ -15,6 +15,7 @@ sys.path.insert(0, str(ROOT / "docs"))
 import plain_pages
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
+from mkdocs.exceptions import PluginError
 
 PAGES = sorted(path for path in (ROOT / "docs").rglob("*.md") if "examples" not in path.parts)
 LEFT = re.compile(r"^::: |^ *--8<-- ", re.MULTILINE)
@@ -82,6 +83,11 @@ def test_the_full_text_has_all_pages_but_those_of_the_project(site: Path) -> Non
 def test_every_page_can_be_read_as_text(page: Path) -> None:
     """Whatever it includes or documents is there: the site itself leaves out a member that does not exist."""
     assert not LEFT.search(plain_pages.as_text(page.read_text()))
+
+
+def test_a_member_that_does_not_exist_is_named() -> None:
+    with pytest.raises(PluginError, match=r"gone.*forge_core\.files"):
+        plain_pages.as_text("::: forge_core.files\n    options:\n      members: [existing_part, gone]\n")
 
 
 def test_the_site_is_built_with_it() -> None:

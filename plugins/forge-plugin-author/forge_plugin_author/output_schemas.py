@@ -190,16 +190,52 @@ GENERATE = table(
 )
 SKILL = table(name=TEXT, description=TEXT, packages=array(TEXT), missing=array(TEXT), folder=TEXT)
 
+SKILLS_INSTALLED = table(folder=TEXT, skills=array(TEXT), missing=by_name(array(TEXT)))
+COMPUTED = table(loss=NUMBER, grad_norm=maybe(NUMBER), gradients=ANYTHING)
+REPLAY = table(
+    run=TEXT,
+    step=COUNT,
+    recorded=COMPUTED,
+    again=COMPUTED,
+    cause={"enum": ["hardware", "data", "weights", None]},
+    verdict=TEXT,
+    sequences=COUNT,
+    worst=array(table(loss=NUMBER, source=TEXT, text=TEXT)),
+)
+REPORT = table(out=TEXT, bytes=COUNT, runs=array(TEXT))
+SPLIT = table(documents=COUNT, tokens=COUNT, bytes=COUNT, files=array(TEXT))
+# Without `--part`, which prints figures of that part
+PREPARE = table(
+    out=TEXT,
+    splits=table(train=SPLIT, held_out=SPLIT),
+    kept=by_name(COUNT),
+    dropped=by_name(table(count=COUNT, examples=array(TEXT))),
+    tokenizer={"type": "object"},
+)
+TOKEN = table(id=COUNT, text=TEXT)
+LIKELY = table(id=COUNT, text=TEXT, probability=NUMBER)
+POSITION = table(position=COUNT, divergence=NUMBER, entropy=NUMBER, top=array(LIKELY))
+OF_PROMPT = {"run": TEXT, "checkpoint": TEXT, "step": COUNT, "prompt": TEXT, "tokens": array(TOKEN), "picture": TEXT}
+LENS = table(**OF_PROMPT, layers=array(table(point=TEXT, positions=array(POSITION))))
+HEAD = table(layer=TEXT, head=COUNT, entropy=NUMBER, itself=NUMBER, before=NUMBER, first=NUMBER)
+ATTENTION = table(**OF_PROMPT, heads=array(HEAD))
+
 SCHEMAS: Mapping[str, Schema] = {
     "check": CHECK,
     "checkpoints": CHECKPOINTS,
     "compare": COMPARE,
+    "data prepare": PREPARE,
     "explain": EXPLAIN,
     "generate": GENERATE,
+    "inside attention": ATTENTION,
+    "inside lens": LENS,
     "plan": PLAN,
     "plugins": array(PLUGIN),
+    "replay": REPLAY,
+    "report": REPORT,
     "runs": array(RUN),
     "show": SHOW,
+    "skills install": SKILLS_INSTALLED,
     "skills list": array(SKILL),
 }
 """By command. `checkpoints` is of the list and of `verify`, and not of its other actions."""

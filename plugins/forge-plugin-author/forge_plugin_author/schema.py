@@ -43,11 +43,11 @@ def command(argv: list[str]) -> int:
     """
     parser = argparse.ArgumentParser("forge-run explain schema", description=command.__doc__)
     outputs = f"a command, for the schema of its --json (the job file): {', '.join(SCHEMAS)}"
-    parser.add_argument("command", nargs="?", metavar="NAME", help=outputs)
-    with_examples(parser, "forge-run explain schema > forge.schema.json", "forge-run explain schema check")
+    parser.add_argument("command", nargs="*", metavar="NAME", help=outputs)
+    with_examples(parser, "forge-run explain schema > forge.schema.json", "forge-run explain schema inside lens")
     options = parser.parse_args(argv)
     if options.command:
-        print_json(output_schema(options.command))
+        print_json(output_schema(" ".join(options.command)))
         return ExitCode.FINISHED
     schema, left_out = job_schema(Catalog.installed())
     print(json.dumps(schema, indent=2, ensure_ascii=False))
