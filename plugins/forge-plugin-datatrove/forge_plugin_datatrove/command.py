@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge_core.cli.command_line import with_examples
-from forge_core.contracts.errors import ExitCode
+from forge_core.contracts.errors import ExitCode, JobError
 from forge_kit.tools.json_output import add_json, print_json
 
 if TYPE_CHECKING:
@@ -92,6 +92,7 @@ def count_statistics(argv: list[str]) -> int:
 def _parser(name: str, function: Any) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(f"forge-run data {name}", description=function.__doc__, allow_abbrev=False)
     parser.add_argument("table", type=Path, metavar="TABLE.toml", help="inputs, output, and the steps of each command")
+    parser.add_argument("--again", action="store_true", help="with [slurm]: queue tasks again that are not complete")
     add_json(parser)
     return parser
 
@@ -100,7 +101,10 @@ def _table(options: argparse.Namespace) -> Table:
     # Imported after the options are parsed, so that help appears at once
     from forge_plugin_datatrove.table import Table
 
-    return Table.read(options.table)
+    table = Table.read(options.table)
+    if options.again and not table.cleaning.slurm:
+        raise JobError("--again: this table has no [slurm]; the same command continues without it")
+    return table
 
 
 def _run(
@@ -110,7 +114,7 @@ def _run(
     summary_of: Callable[[Work], Mapping[str, Any]],
 ) -> int:
     """Do the work, unless it is finished, and print its summary."""
-    from forge_plugin_datatrove.execution import WORK, complete, finished, run_locally, silence
+    from forge_plugin_datatrove.execution import WORK, complete, finished, incomplete_tasks, run_locally, silence
     from forge_plugin_datatrove.screen import text_of
 
     # Steps of datatrove log when they are made
@@ -118,6 +122,9 @@ def _run(
         work = make(table)
     summary: Mapping[str, Any] | None = finished(work)
     if summary is None:
+        # Tasks on SLURM have ended when the command is given a second time
+        if table.cleaning.slurm and incomplete_tasks(work):
+            return _queue(work, table, options)
         # To standard error, as --json has nothing else on standard output
         print(f"{work.name}: {len(work.inputs)} files; logs in {work.folder / WORK}", file=sys.stderr, flush=True)
         run_locally(work, table)
@@ -127,6 +134,21 @@ def _run(
         print_json(summary)
     else:
         print(text_of(summary, table))
+    return ExitCode.FINISHED
+
+
+def _queue(work: Work, table: Table, options: argparse.Namespace) -> int:
+    from forge_plugin_datatrove.execution import silence
+    from forge_plugin_datatrove.slurm import queue
+
+    with silence():
+        queued = queue(work, table, options.again)
+    if options.json:
+        print_json(queued)
+        return ExitCode.FINISHED
+    tasks = ", ".join(f"{phase} {count}" for phase, count in queued["queued"].items())
+    print(f"queued as job {queued['job']}, tasks by phase: {tasks}")
+    print(f"when they have ended, the same command completes {work.folder}")
     return ExitCode.FINISHED
 
 

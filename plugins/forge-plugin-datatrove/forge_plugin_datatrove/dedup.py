@@ -91,7 +91,8 @@ class Build:
         return MemoryGuard(
             phase=phase,
             kind=kind,
-            workers=min(self.table.workers(), workers),
+            # A task of SLURM has its own control group
+            workers=1 if self.table.cleaning.slurm else min(self.table.workers(), workers),
             lines=lines,
             line_bytes=line_bytes,
             limit_gb=self.table.cleaning.memory_gb,

@@ -110,7 +110,7 @@ def run_locally(work: Work, table: Table) -> None:
         ForgeError: another process is at work in the folder, or a task failed; names its log.
         JobError: an input changed.
     """
-    with _owned(work.folder):
+    with owned(work.folder):
         write_atomically(work.folder / BEGUN, json.dumps(work.begun(), indent=1))
         for phase in work.phases:
             logs = (work.folder / WORK / phase.name).absolute()
@@ -184,7 +184,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 @contextmanager
-def _owned(folder: Path) -> Iterator[None]:
+def owned(folder: Path) -> Iterator[None]:
     """Lock the folder while this context lasts. The kernel unlocks it when the process ends."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
