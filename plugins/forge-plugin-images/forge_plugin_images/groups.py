@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tarfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,8 +12,9 @@ from typing import Any
 import numpy as np
 from attrs import frozen
 
-from forge_core.contracts.errors import JobError, Problem
+from forge_core.contracts.errors import JobError
 from forge_kit.data.cache import cached_folder
+from forge_kit.data.tar_groups import tar_groups
 from forge_plugin_images.decoding import FileImage, SectionImage
 from forge_plugin_images.image_file import ImageFile
 from forge_plugin_images.json_lines import LINE, json_object, lines_of
@@ -148,25 +148,12 @@ def _write_groups(folder: Path, groups: Iterable[Group]) -> Mapping[str, Any]:
 
 def _of_archive(path: str) -> Iterator[Group]:
     """Yields the groups of a tar file, in the order of their first members."""
-    groups: dict[str, dict[str, Member]] = defaultdict(dict)
     try:
-        # `r:` refuses compression: members are read later by their offsets in the file.
-        with tarfile.open(path, "r:") as archive:
-            for member in archive:
-                folder, _, name = member.name.rpartition("/")
-                # At the first dot, as webdataset does: `a.seg.png` is `seg.png` of the group `a`
-                base, dot, ending = name.partition(".")
-                if member.isfile() and dot and base:
-                    groups[f"{folder}/{base}" if folder else base][ending.lower()] = (
-                        path,
-                        member.offset_data,
-                        member.size,
-                    )
-    except tarfile.ReadError as error:
-        message = f"{path!r} cannot be read as tar ({error}); images are compressed already, so tar them without gzip"
-        raise JobError([Problem("path", message)]) from error
-    # Not before the end of the archive: members of a group need not follow each other
-    yield from groups.items()
+        groups = tar_groups(path, "images are compressed already, so tar them without gzip")
+    except JobError as error:
+        raise JobError(problem.below("path") for problem in error.problems) from error
+    for name, members in groups.items():
+        yield name, {ending: (path, section.start, section.size) for ending, section in members.items()}
 
 
 def _of_files(files: Sequence[str]) -> Iterator[Group]:

@@ -12,9 +12,11 @@ from attrs import frozen
 from forge_core.contracts.errors import JobError
 from forge_kit.data.data_files import FileFinder, Listing, missing
 
-FORMATS = (".txt", ".py", ".md", ".jsonl")
+FORMATS = (".txt", ".py", ".md", ".jsonl", ".tar")
+TAR = ".tar"
+"""Archives of texts; they are never compressed, as their documents are read by offset."""
 COMPRESSIONS = (".gz", ".zst")
-_KNOWN = f"{', '.join(FORMATS)}, each also with {' or '.join(COMPRESSIONS)}"
+_KNOWN = f"{', '.join(FORMATS[:-1])}, each also with {' or '.join(COMPRESSIONS)}, and .tar"
 
 
 @frozen
@@ -48,6 +50,8 @@ def format_of(path: str) -> str:
     stem, suffix = os.path.splitext(path.lower())
     if suffix in COMPRESSIONS:
         suffix = os.path.splitext(stem)[1]
+        if suffix == TAR:
+            return ""
     return suffix if suffix in FORMATS else ""
 
 

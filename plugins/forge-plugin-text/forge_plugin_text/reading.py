@@ -12,7 +12,8 @@ from typing import BinaryIO, Literal, NamedTuple
 from attrs import frozen
 
 from forge_core.contracts.errors import JobError
-from forge_plugin_text.listing import TextFile
+from forge_kit.data.tar_groups import text_groups
+from forge_plugin_text.listing import TAR, TextFile
 
 BYTE_ORDER_MARK = "\ufeff"
 
@@ -40,12 +41,27 @@ class Reading:
         Raises:
             JobError: the file cannot be read, is damaged, not UTF-8, or a line has another content.
         """
+        if file.format == TAR:
+            yield from self._groups(file)
+            return
         with _opened(file) as stream:
             if file.format == ".jsonl":
                 yield from self._lines(file, stream)
             else:
                 text = self._decode(stream.read(), file.path, 0)
                 yield Document(file.name, file.name, text.removeprefix(BYTE_ORDER_MARK))
+
+    def _groups(self, file: TextFile) -> Iterator[Document]:
+        """Yields the text of each group of an archive, or of its JSON, where it has no text file."""
+        for number, (_, group) in enumerate(text_groups(file.path), 1):
+            where = f"{file.path}:{number} ({group.name})"
+            content = group.text if group.text is not None else group.table
+            if content is None:
+                raise JobError(f"{where}: has neither .txt nor .json; leave such files out of the archive")
+            text = self._decode(content, where, 0).removeprefix(BYTE_ORDER_MARK)
+            yield Document(
+                f"{file.name}:{number}", file.name, text if group.text is not None else self._content(text, where)
+            )
 
     def _lines(self, file: TextFile, stream: BinaryIO) -> Iterator[Document]:
         offset = 0

@@ -13,9 +13,10 @@ from attrs import evolve, frozen
 
 from forge_core.contracts.components import DatasetComponent, FilePath, when_resumed
 from forge_core.contracts.errors import JobError, Problem
+from forge_kit.data.tar_groups import tar_groups
 from forge_kit.tools.rank_zero import from_rank0, is_checked_elsewhere
 from forge_plugin_text.corpus import CorpusFacts, TextCorpus
-from forge_plugin_text.listing import TextFile
+from forge_plugin_text.listing import TAR, TextFile
 from forge_plugin_text.reading import Reading
 from forge_plugin_text.split import Split, read_names
 
@@ -111,6 +112,9 @@ class CorpusDataset(DatasetComponent):
             yield from error.problems
             files = ()
         yield from self._split_problems(files)
+        for file in files:
+            if file.format == TAR:
+                yield from _tar_problems(file.path)
 
     @property
     def _list_path(self) -> Path:
@@ -129,7 +133,7 @@ class CorpusDataset(DatasetComponent):
 
     def _is_single(self, files: tuple[TextFile, ...]) -> bool:
         """Whether one file is one document; of JSON lines, two at the most are read."""
-        if files[0].format != ".jsonl":
+        if files[0].format not in (".jsonl", TAR):
             return True
         try:
             return len(list(islice(self.reading().documents(files[0]), 2))) == 1
@@ -154,6 +158,14 @@ class CorpusDataset(DatasetComponent):
             example = next(iter(files)).name
             message = f"none of the {len(names)} names in {str(path)!r} is in the corpus, e.g. {min(names)!r}; "
             yield Problem("held_out_list", message + f"names look like {example!r} there")
+
+
+def _tar_problems(path: str) -> Iterable[Problem]:
+    """Yields a problem if an archive was cut short. Its headers are read, as nothing else shows that."""
+    try:
+        tar_groups(path)
+    except JobError as error:
+        yield from (problem.below("path") for problem in error.problems)
 
 
 _NO_TOKENIZER = 'text needs a tokenizer; add a table [data.tokenizer], for example with type = "bpe"'

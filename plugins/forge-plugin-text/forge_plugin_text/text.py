@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 class Text(CorpusDataset):
     """Text from files: `.txt`, `.py` and `.md` are one document each, `.jsonl` one a line; `.gz` and `.zst` wrap any.
 
+    `.tar` has one for each name, as `NAME.txt`, or `NAME.json` with the key `field` (shards of webdataset).
+
     Documents follow each other by name, each ended by the end-of-text token, and are cut into sequences of
     `train.seq_len` tokens. Empty documents are left out.
     """

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import zstandard
 
 from forge_core.contracts.errors import JobError
 from forge_plugin_text import Text, TextFile
+from forge_plugin_text.listing import find_files
 from forge_plugin_text.reading import Reading
 from forge_testing.refusals import refuses
 
@@ -131,3 +134,18 @@ def test_a_long_wrong_line_is_quoted_in_part(here: Path) -> None:
         documents(Text(path="a.jsonl"))
     assert "'" + "x" * 60 + "…'" in str(caught.value)
     assert len(str(caught.value)) < 300
+
+
+def test_an_archive_has_a_document_for_each_name(here: Path) -> None:
+    with tarfile.open("a.tar", "w") as archive:
+        for name, content in (("x/a.txt", "one"), ("x/b.json", '{"text": "two"}'), ("x/a.json", '{"text": "of a"}')):
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content.encode()))
+    [file] = find_files(["a.tar"])
+    found = [(document.name, document.text) for document in Reading().documents(file)]
+    assert found == [("a.tar:1", "one"), ("a.tar:2", "two")]
+    with tarfile.open("b.tar", "w") as archive:
+        archive.addfile(tarfile.TarInfo("a.jpg"))
+    with pytest.raises(JobError, match=r"b\.tar:1 \(a\): has neither \.txt nor \.json"):
+        list(Reading().documents(find_files(["b.tar"])[0]))

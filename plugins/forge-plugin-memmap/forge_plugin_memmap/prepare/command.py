@@ -122,7 +122,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="forge-run data prepare", description=command.__doc__)
     add = parser.add_argument
     add("inputs", nargs="+", metavar="INPUT", help="files, folders and globs, in order: .txt, .md and .py are one "
-        "document a file, .jsonl is one a line (each also .gz or .zst), .parquet is one a row")  # fmt: skip
+        "document a file, .jsonl is one a line (each also .gz or .zst), .parquet is one a row, .tar is one a name "
+        "(.txt, .json)")  # fmt: skip
     add("--out", required=True, metavar="DIR", help="a new folder, or an unfinished one to continue")
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--tokenizer", metavar="TYPE", help="type of the tokenizer, or a tokenizer.json; its keys are "

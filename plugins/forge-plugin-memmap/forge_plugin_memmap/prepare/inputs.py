@@ -16,6 +16,7 @@ from forge_kit.data.data_files import FileFinder
 from forge_plugin_memmap.paths import FoundFile, distinct, expand
 from forge_plugin_memmap.prepare.documents import Fields, Item, Read
 from forge_plugin_memmap.prepare.parquet_files import cut_rows, parquet_fault, read_rows
+from forge_plugin_memmap.prepare.tar_files import TAR, read_tar, tar_fault
 from forge_plugin_memmap.prepare.text_files import COMPRESSIONS, cut_lines, read_lines, read_text
 
 Reader = Callable[[str, Fields, Mapping[str, int], Mapping[str, int]], Iterator[Read]]
@@ -27,7 +28,7 @@ READERS: dict[str, Reader] = {".jsonl": read_lines, ".txt": read_text, ".md": re
 CUTS: dict[str, Callable[[str, int], Mapping[str, int]]] = {".jsonl": cut_lines, ".parquet": cut_rows}
 """Suffixes of files that several parts may share: the first place in a file at or after a byte."""
 PARQUET = ".parquet"
-SUFFIXES = (*READERS, *(format_ + suffix for format_ in READERS for suffix in COMPRESSIONS), PARQUET)
+SUFFIXES = (*READERS, *(format_ + suffix for format_ in READERS for suffix in COMPRESSIONS), PARQUET, TAR)
 
 
 @frozen
@@ -165,14 +166,17 @@ def find_inputs(patterns: Sequence[str], field: str, output: Path) -> list[Input
 
 def _faults(path: str, field: str) -> Iterator[str]:
     if not path.endswith(SUFFIXES):
-        formats = f"{', '.join(READERS)}, each also with {' or '.join(COMPRESSIONS)}, and {PARQUET}"
+        formats = f"{', '.join(READERS)}, each also with {' or '.join(COMPRESSIONS)}, {PARQUET} and {TAR}"
         yield f"{path}: the name indicates no known format; supported formats are {formats}"
-    elif path.endswith(PARQUET) and (fault := parquet_fault(path, field)):
-        yield fault
+    faults = [parquet_fault(path, field)] if path.endswith(PARQUET) else []
+    faults += [tar_fault(path)] if path.endswith(TAR) else []
+    yield from filter(None, faults)
 
 
 def _reader(path: str) -> Any:
     stem, suffix = os.path.splitext(path)
+    if suffix == TAR:
+        return read_tar
     return READERS.get(os.path.splitext(stem)[1] if suffix in COMPRESSIONS else suffix, read_rows)
 
 
