@@ -59,7 +59,7 @@ def read(name: str) -> Task:
     return Task.model_validate(yaml.safe_load((HERE / "golden" / f"{name}.yaml").read_text()))
 
 
-FORGE_RUN = '#!/bin/bash\necho "$PWD" "$FORGE_ATTEMPT" "$@" >> $OUT\nexit ${CODE:-0}\n'
+FORGE_RUN = '#!/bin/bash\necho $$ "$PWD" "$FORGE_ATTEMPT" "$@" >> $OUT\nexit ${CODE:-0}\n'
 
 
 @pytest.mark.parametrize(("starts", "first"), [(0, 75), (3, 0), (1, 1)], ids=["starts", "gives up", "fails"])
@@ -82,10 +82,13 @@ def test_bash_runs_the_commands_on_each_node(submit, tmp_path: Path, starts: int
         }
         # As dstack joins them; its copy of `files` is the folder above here
         command = ["bash", "-c", " && ".join(yaml.safe_load(text)["commands"])]
-        ends.append(subprocess.run(command, env=variables, cwd=tmp_path, check=False).returncode)
+        with subprocess.Popen(command, env=variables, cwd=tmp_path) as process:
+            ends.append(process.wait())
     assert ends == [first, 75]
     words = "launch local job.toml --train.steps=8 --nproc=4 --nodes=2"
-    assert (tmp_path / "out1").read_text() == f"{tmp_path}/project run-7 {words} --node=1 --address=10.0.0.1\n"
+    # The program in the place of the shell: the one signal of dstack reaches it
+    expected = f"{process.pid} {tmp_path}/project run-7 {words} --node=1 --address=10.0.0.1\n"
+    assert (tmp_path / "out1").read_text() == expected
     assert (tmp_path / "out0").exists() is (starts == 0)
 
 

@@ -64,7 +64,7 @@ def test_the_schema_is_skypilots_own() -> None:
     assert json.loads(done.stdout) == json.loads(ours.read_text())
 
 
-FORGE_RUN = '#!/bin/bash\necho "$PWD" "$FORGE_ATTEMPT" "$@" >> $OUT\nexit ${CODE:-0}\n'
+FORGE_RUN = '#!/bin/bash\necho $$ "$PWD" "$FORGE_ATTEMPT" "$@" >> $OUT\nexit ${CODE:-0}\n'
 
 
 @pytest.mark.parametrize("gives_up", [False, True])
@@ -86,11 +86,13 @@ def test_bash_runs_the_command_on_each_node_and_the_first_may_give_up(submit, tm
         }
         # SkyPilot runs it in the copy of `workdir`, which is the folder above here
         command = ["bash", "-c", yaml.safe_load(text)["run"]]
-        ends.append(subprocess.run(command, env=variables, cwd=tmp_path, check=False).returncode)
+        with subprocess.Popen(command, env=variables, cwd=tmp_path) as process:
+            ends.append(process.wait())
     assert ends == [1 if gives_up else 75, 75]
     words = "launch local job.toml --train.steps=8 --nproc=4 --nodes=2"
     expected = f"{tmp_path}/project sky-managed-7 {words} --node=1 --address=10.0.0.1\n"
-    assert (tmp_path / "out1").read_text() == expected
+    # The program in the place of the shell: signals of SkyPilot reach it
+    assert (tmp_path / "out1").read_text() == f"{process.pid} {expected}"
     assert (tmp_path / "out0").exists() is not gives_up
 
 

@@ -16,6 +16,7 @@ from attrs import asdict, frozen
 
 from forge_core.checkpoint.run_folder import RunFolder
 from forge_core.checkpoint.storage import Local
+from forge_core.contracts.errors import ExitCode
 from forge_core.contracts.run_end import End
 from forge_core.files import write_atomically
 from forge_plugin_launch.clusters import CONTINUED, FINAL
@@ -47,7 +48,9 @@ def decide(folder: Path, attempt: str, max_idle: int) -> str:
     """
     end = _end(folder, attempt)
     if end is not None and end.code in FINAL:
-        return f"it has ended for good: exit code {end.code}, {end.reason or end.cause}"
+        # A run that has finished ends at once on all nodes, also if another one failed after it: that is no failure
+        is_finished = end.code == ExitCode.FINISHED
+        return "" if is_finished else f"it has ended for good: exit code {end.code}, {end.reason or end.cause}"
     newest, earlier = _newest_checkpoint(folder), _read(folder)
     is_idle = earlier.attempt == attempt and earlier.checkpoint == newest and not (end and end.code in CONTINUED)
     starts = Starts(attempt=attempt, checkpoint=newest, idle=earlier.idle + 1 if is_idle else 0)

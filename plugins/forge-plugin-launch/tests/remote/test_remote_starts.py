@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -28,7 +27,7 @@ def checkpoint(folder: Path, step: int) -> None:
 
 def test_a_run_that_has_ended_for_good_is_not_started_again(tmp_path: Path) -> None:
     assert decide(tmp_path / "run", "a", 3) == ""
-    for code in (ExitCode.FINISHED, ExitCode.BAD_JOB, ExitCode.NON_FINITE):
+    for code in (ExitCode.BAD_JOB, ExitCode.NON_FINITE):
         end(tmp_path / "run", code)
         assert f"exit code {code}, it was so" in decide(tmp_path / "run", "a", 3)
         assert decide(tmp_path / "run", "b", 3) == "", "of another submission"
@@ -59,11 +58,21 @@ def test_the_record_of_a_real_run_is_understood(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FORGE_ATTEMPT", "7")
     Path("job.toml").write_text(TINY_JOB)
-    assert main(["job.toml", "--train.steps=2"]) == 0
+    assert main(["job.toml", "--train.steps=2", "--optimizer.lr=1e30", "--train.non_finite=stop"]) == 76
     program = [sys.executable, "-m", "forge_plugin_launch.remote.starts", "runs/run", "--attempt"]
     ends = [subprocess.run([*program, name], capture_output=True, text=True, check=False) for name in ("7", "8")]
     assert [done.returncode for done in ends] == [GIVE_UP, 0]
-    assert "runs/run is not started again: it has ended for good: exit code 0" in ends[0].stderr
-    # Nothing else of the run folder is touched
-    assert "starts.json" in os.listdir("runs/run")
-    assert main(["job.toml", "--train.steps=2"]) == 0
+    assert "runs/run is not started again: it has ended for good: exit code 76" in ends[0].stderr
+
+
+def test_a_run_that_has_finished_ends_at_once_when_it_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after another node has failed, which is no reason to call the run failed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FORGE_ATTEMPT", "7")
+    Path("job.toml").write_text(TINY_JOB)
+    # The first start finds what `decide` has written, and nothing else
+    assert [(decide(Path("runs/run"), "7", 0), main(["job.toml", "--train.steps=2"])) for _ in range(2)] == [
+        ("", 0)
+    ] * 2
