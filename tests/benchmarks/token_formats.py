@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import gzip
+import json
 import os
 import resource
 import struct
@@ -17,14 +18,18 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
+from pyarrow import parquet
 
 from forge_kit.data.token_file import TokenFileWriter
 from forge_plugin_memmap import Memmap
 from forge_plugin_memmap.documents import ShardedDocuments
 from forge_plugin_memmap.formats.auto import installed_formats
 from forge_plugin_memmap.formats.reading import read_shard
+from forge_plugin_memmap.unpacking import unpacked
 
 DOCUMENT = 500
 """Tokens of a document."""
@@ -68,8 +73,63 @@ def llm_c(stem: Path, ids: np.ndarray, ends: np.ndarray) -> Path:
     return stem.with_suffix(".bin")
 
 
+def litdata(stem: Path, ids: np.ndarray, ends: np.ndarray) -> Path:
+    head = np.concatenate([[len(ends)], 4 * (len(ends) + 2) + 4 * np.concatenate([[0], ends])]).astype("<u4")
+    path = stem.with_suffix(".bin")
+    path.write_bytes(head.tobytes() + ids.astype("<i4").tobytes())
+    # int32 is number 15 of litdata's types, which has no uint16
+    config = {
+        "compression": None,
+        "encryption": None,
+        "data_format": ["no_header_tensor:15"],
+        "item_loader": "TokensLoader",
+    }
+    chunk = {"filename": path.name, "chunk_size": len(ends), "chunk_bytes": path.stat().st_size, "dim": len(ids)}
+    _append(stem.with_name("index.json"), "chunks", chunk, {"config": config})
+    return path
+
+
+def mds(stem: Path, ids: np.ndarray, ends: np.ndarray) -> Path:
+    described = {"column_names": ["tokens"], "column_encodings": ["ndarray:uint16"], "column_sizes": [None]}
+    samples = []
+    for start, end in zip([0, *ends[:-1]], ends, strict=True):
+        # One dimension, whose length has four bytes
+        value = struct.pack("<BI", 1 << 2 | 2, end - start) + ids[start:end].astype("<u2").tobytes()
+        samples.append(struct.pack("<I", len(value)) + value)
+    text = json.dumps(described).encode()
+    begin = 4 * (len(samples) + 2) + len(text)
+    places = begin + np.concatenate([[0], np.cumsum([len(sample) for sample in samples])])
+    path = stem.with_suffix(".mds")
+    path.write_bytes(struct.pack("<I", len(samples)) + places.astype("<u4").tobytes() + text + b"".join(samples))
+    raw = {"basename": path.name, "bytes": path.stat().st_size, "hashes": {}}
+    shard = {
+        "version": 2,
+        "format": "mds",
+        "samples": len(samples),
+        "compression": None,
+        "raw_data": raw,
+        "zip_data": None,
+    }
+    _append(stem.with_name("index.json"), "shards", {**described, **shard}, {"version": 2})
+    return path
+
+
+def _append(index: Path, key: str, entry: dict[str, Any], more: dict[str, Any]) -> None:
+    table = json.loads(index.read_text()) if index.exists() else {key: [], **more}
+    table[key].append(entry)
+    index.write_text(json.dumps(table))
+
+
+def columns(stem: Path, ids: np.ndarray, ends: np.ndarray) -> Path:
+    path = stem.with_suffix(".parquet")
+    offsets = pa.array(np.concatenate([[0], ends]).astype(np.int32))
+    parquet.write_table(pa.table({"input_ids": pa.ListArray.from_arrays(offsets, pa.array(ids))}), path)
+    return path
+
+
 FORMATS: dict[str, Callable[[Path, np.ndarray, np.ndarray], Path]] = {
     "forge": forge, "datatrove": datatrove, "dolma": dolma, "megatron": megatron, "llm_c": llm_c,
+    "litdata": litdata, "mds": mds, "parquet": columns,
 }  # fmt: skip
 
 
@@ -85,7 +145,10 @@ def reading(folder: Path, tokens: int, rounds: int) -> None:
     opened = {}
     for name, write in FORMATS.items():
         (folder / name).mkdir()
-        opened[name] = ShardedDocuments([read_shard(str(write(folder / name / "a", ids, ends)))], 0)
+        shard, begin = read_shard(str(write(folder / name / "a", ids, ends))), time.perf_counter()
+        opened[name] = ShardedDocuments(unpacked([shard]), 0)
+        if shard.packed:
+            print(f"unpack {name:9} {time.perf_counter() - begin:7.2f} s for {tokens:,} tokens")
     starts = np.random.default_rng(1).integers(0, tokens - 1024, 64).tolist()
     best = dict.fromkeys(opened, float("inf"))
     # In turn, so that the load of others meets all alike

@@ -7,18 +7,19 @@ import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from forge_core.contracts.errors import DataError, JobError, Problem
-from forge_plugin_memmap import index, shards
+from forge_plugin_memmap import Memmap, index, shards
 from forge_plugin_memmap.documents import ShardedDocuments
 from forge_plugin_memmap.formats import Mds, mds
 from forge_plugin_memmap.formats.reading import read_shard
 from forge_plugin_memmap.unpacking import unpacked
-from forge_testing.refusals import at, check_problems, refuses
+from forge_testing.refusals import at, check_problems, lacks, refuses
 
 Find = Callable[..., list[Problem]]
 FILES = Path(__file__).parent / "foreign"
@@ -235,3 +236,29 @@ def test_a_thousand_flipped_bytes_of_headers_and_indexes_are_errors_or_change_no
         path.write_bytes(original)
     assert caught > 600
     assert boundaries < 100
+
+
+@pytest.mark.parametrize(("column", "is_inverse"), [("loss_mask", False), ("plain", True)])
+def test_a_column_of_streaming_is_the_mask(column: str, is_inverse: bool) -> None:
+    documents = Memmap(path=str(FILES / "mds/masked"), format=Mds(mask_column=column), end_of_text=0).build(
+        SimpleNamespace(job=SimpleNamespace(model=None), tokenizer=None, mesh=None)
+    )
+    ids = [id_ for number in range(8) for id_ in range(1, 2 + 3 * number)]
+    assert documents.tokens(0, len(ids)).tolist() == ids
+    assert documents.learned(0, len(ids)).tolist() == [(id_ % 3 > 0) != is_inverse for id_ in ids]
+
+
+@pytest.mark.parametrize(
+    ("column", "words"),
+    [
+        ("mask", ("index.json", "'mask'", "loss_mask", "mask_column")),
+        ("id", ("index.json", "'str'")),
+        ("tokens", ("entries are 0 or 1",)),
+    ],
+)
+def test_what_is_no_mask_is_named(column: str, words: tuple[str, ...]) -> None:
+    with pytest.raises(JobError) as caught:
+        Memmap(path=str(FILES / "mds/masked"), format=Mds(mask_column=column), end_of_text=0).build(
+            SimpleNamespace(job=SimpleNamespace(model=None), tokenizer=None, mesh=None)
+        )
+    assert not lacks(str(caught.value), *words)

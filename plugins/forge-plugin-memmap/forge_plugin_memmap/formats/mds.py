@@ -51,11 +51,15 @@ class Samples:
     is_compressed: bool
     hashes: tuple[tuple[str, str], ...]
     """Digests of the file, by algorithm."""
+    mask_column: str = ""
+    """Column of masks; empty: all tokens are learned."""
+    mask_encoding: str = ""
+    """Its encoding; plain `bytes` have one byte for each token."""
 
     @property
     def keys(self) -> tuple[str, ...]:
         """See `PackedDocuments`."""
-        return self.column, self.dtype
+        return self.column, self.dtype, *([self.mask_column] if self.mask_column else [])
 
     @property
     def width(self) -> int:
@@ -65,9 +69,9 @@ class Samples:
     @property
     def is_masked(self) -> bool:
         """See `PackedDocuments`."""
-        return False
+        return bool(self.mask_column)
 
-    def batches(self) -> Iterator[tuple[np.ndarray, np.ndarray, None]]:
+    def batches(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray | None]]:
         """See `PackedDocuments`. One shard at a time is in memory: 64 MiB by streaming's default."""
         import numpy as np
 
@@ -76,8 +80,11 @@ class Samples:
         places = self._places(data)
         for first in range(0, len(places) - 1, SAMPLES):
             bounds = places[first : first + SAMPLES + 1].tolist()
-            ids = [self._ids(data[start:end]) for start, end in pairwise(bounds)]
-            yield np.concatenate(ids), np.cumsum([len(part) for part in ids]), None
+            samples = [self._values(data[start:end]) for start, end in pairwise(bounds)]
+            ids = [_decoded(self.path, each[self.column], self.encoding, self.dtype) for each in samples]
+            masks = [self._mask(each, len(part)) for each, part in zip(samples, ids, strict=True)]
+            learned = np.concatenate(masks) if self.mask_column else None
+            yield np.concatenate(ids), np.cumsum([len(part) for part in ids]), learned
 
     @property
     def _stated(self) -> str:
@@ -110,22 +117,37 @@ class Samples:
             raise JobError(f"{self.path}: its columns are not as {INDEX} lists them: one of both is damaged")
         return places
 
-    def _ids(self, sample: bytes) -> np.ndarray:
+    def _mask(self, sample: Mapping[str, bytes], length: int) -> np.ndarray:
+        """Which tokens of a sample are learned, (length,) bool."""
+        import numpy as np
+
+        if not self.mask_column:
+            return np.ones(length, bool)
+        mask = _decoded(self.path, sample[self.mask_column], self.mask_encoding, "uint8")
+        if len(mask) != length:
+            raise JobError(
+                f"{self.path}: a mask has {len(mask)} entries, and its sample {length} ids; correct its writer"
+            )
+        if len(mask) and (mask.min() < 0 or mask.max() > 1):
+            raise JobError(f"{self.path}: a mask in {self.mask_column!r} has {mask.max()}; entries are 0 or 1")
+        return mask.astype(bool)
+
+    def _values(self, sample: bytes) -> dict[str, bytes]:
+        """The columns of a sample."""
         import numpy as np
 
         # Sizes of columns that vary come first, then all columns in their order
         sized = [name for name, size in self.columns if size is None]
         given = dict(zip(sized, np.frombuffer(sample, "<u4", len(sized)).tolist(), strict=True))
         start = 4 * len(sized)
-        value = b""
+        values = {}
         for name, size in self.columns:
             length = given[name] if size is None else size
-            if name == self.column:
-                value = sample[start : start + length]
+            values[name] = sample[start : start + length]
             start += length
         if start != len(sample):
             raise JobError(f"{self.path}: the columns of a sample have {start} bytes, and it has {len(sample)}")
-        return _decoded(self.path, value, self.encoding, self.dtype)
+        return values
 
 
 @frozen(kw_only=True)
@@ -136,6 +158,9 @@ class Mds(TokenFormat):
     """Name of the column of ids: an array of integers in one dimension, or bytes of `dtype`."""
     dtype: Literal["uint8", "uint16", "uint32", "uint64", "int16", "int32", "int64"] | None = None
     """Type of ids that are kept as plain `bytes`, which state none."""
+    mask_column: str = ""
+    """Name of a column with an array as long as the ids, or bytes, that has 1 for tokens that are learned, and 0 for
+    others; empty: all are learned."""
 
     def suffixes(self) -> tuple[str, ...]:
         """Of shards, compressed ones too."""
@@ -186,6 +211,12 @@ class Mds(TokenFormat):
             raise JobError(f"{index} lists no column {self.column!r}, but {', '.join(names)}; set column of the format")
         encoding = encodings[names.index(self.column)]
         _check_encoding(index, encoding, self.dtype)
+        if self.mask_column and self.mask_column not in names:
+            known = ", ".join(names)
+            raise JobError(f"{index} lists no column {self.mask_column!r}, but {known}; set mask_column of the format")
+        mask_encoding = encodings[names.index(self.mask_column)] if self.mask_column else ""
+        if self.mask_column and mask_encoding != "bytes":
+            _check_encoding(index, mask_encoding, None)
         return Samples(
             path=file.absolute,
             column=self.column,
@@ -195,6 +226,8 @@ class Mds(TokenFormat):
             described=json.dumps([names, encodings, sizes]),
             bounds=(int(entry["samples"]), int(entry["raw_data"]["bytes"])),
             is_compressed=is_compressed,
+            mask_column=self.mask_column,
+            mask_encoding=mask_encoding,
             hashes=tuple((key, value) for key, value in info["hashes"].items() if key in hashlib.algorithms_guaranteed),
         )
 

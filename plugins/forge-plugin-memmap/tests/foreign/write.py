@@ -206,6 +206,20 @@ def write_mds(folder: Path) -> None:
                 raw.unlink()
             read_back = [np.frombuffer(ids, dtype) if name == "bytes" else ids for ids in read_back]
             note(f"mds/{name}/{(packed or shard['raw_data'])['basename']}", read_back)
+    write_masked_mds(folder)
+
+
+def write_masked_mds(folder: Path) -> None:
+    """Samples with masks, whose contents are those of the test that reads them."""
+    stand_in("streaming", "streaming.base", "streaming.base.format", "streaming.base.format.base")
+    MDSWriter = import_module("streaming.base.format.mds.writer").MDSWriter
+    columns = {"tokens": "ndarray:int32", "loss_mask": "ndarray:uint8", "plain": "bytes", "id": "str"}
+    with MDSWriter(columns=columns, out=str(folder / "masked"), size_limit=700) as writer:
+        for number in range(8):
+            ids = np.arange(1, 2 + 3 * number, dtype=np.int32)
+            mask = (ids % 3 > 0).astype(np.uint8)
+            sample = {"tokens": ids, "loss_mask": mask, "plain": (1 - mask).tobytes(), "id": f"document {number}"}
+            writer.write(sample)
 
 
 def stand_in(*packages: str) -> None:
