@@ -288,6 +288,28 @@ def test_what_fits_is_fetched_once_and_the_first_goes_first(tmp_path: Path) -> N
         cache.read("b", 5, 64, slice(0, 9), lambda: b"abc")
 
 
+def test_a_block_that_is_replaced_while_it_is_read_is_fetched_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, other = BlockCache(tmp_path, WAYS * 64, 64), BlockCache(tmp_path, WAYS * 64, 64)
+
+    def read(of: BlockCache, number: int) -> bytes:
+        return of.read("a", number, 64, slice(0, 64), lambda: content_of("a", number, 64))
+
+    read(cache, 0)
+    pread, rounds = os.pread, iter([True])
+
+    def slow(*given: int) -> bytes:
+        # Another process takes all slots of the set between the look at the index and the reading
+        if next(rounds, False):
+            for number in range(1, WAYS + 1):
+                read(other, number)
+        return pread(*given)
+
+    monkeypatch.setattr(block_cache.os, "pread", slow)
+    assert read(cache, 0) == content_of("a", 0, 64)
+
+
 def test_a_process_that_dies_while_it_fills_a_slot_leaves_none_to_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
