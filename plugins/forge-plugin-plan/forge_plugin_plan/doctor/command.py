@@ -40,6 +40,7 @@ def command(argv: list[str]) -> int:
     if overrides and not files:
         raise JobError(f"{overrides[0]}: is a key of a job, and there is none to check; name its file too")
     if options.on:
+        _refuse_unused(options, argv)
         return _on_cluster(options, files, overrides, settings)
     without = "is about a run on a cluster, which --on names"
     if unused := [*settings, *(f"--{name}" for name in ("print", "wait") if getattr(options, name))]:
@@ -63,6 +64,18 @@ def command(argv: list[str]) -> int:
     else:
         print("\n" + ", ".join(f"{count} {state}" for state, count in found.items()) + f"; {seconds:.0f} s")
     return ExitCode.FAILED if found[State.FAILED] else ExitCode.FINISHED
+
+
+def _refuse_unused(options: argparse.Namespace, argv: Sequence[str]) -> None:
+    """Refuse options that would have no effect with --on."""
+    # By the words, as these options have defaults
+    given = {word.partition("=")[0] for word in argv}
+    if unused := sorted(given & {"--nproc", "--time-limit", "--world-size"}):
+        raise JobError(f"{unused[0]}: is about this machine; with --on, the cluster file has the ranks")
+    if options.print and (options.wait or options.json):
+        raise JobError(f"--{'wait' if options.wait else 'json'}: --print submits nothing, so that there is no report")
+    if options.json and not options.wait:
+        raise JobError("--json prints the report, which a run on a cluster has later: add --wait")
 
 
 def _on_cluster(

@@ -139,6 +139,9 @@ def test_a_report_that_is_elsewhere_is_read_in_the_logs(cluster: Path, capsys) -
     [
         (["--print"], ["--print", "--on"]),
         (["--wait=2"], ["--wait", "--on"]),
+        (["--on=slurm.toml", "--nproc=4", "--print"], ["--nproc", "--on"]),
+        (["--on=slurm.toml", "--wait=1", "--print"], ["--wait", "--print"]),
+        (["--on=slurm.toml", "--json"], ["--json", "--wait"]),
         (["--cluster.nodes=2"], ["cluster.nodes=2", "--on"]),
         (["--on=slurm.toml", "--cluster.nodse=2", "--print"], ["cluster.nodse", "'nodes'"]),
         (["--on=slurm.toml", "job.toml", "--cluster.nodes=3", "--print"], ["train.global_batch_size"]),
