@@ -2,9 +2,9 @@
 
     python tests/benchmarks/clean_documents.py [--megabytes 5] [--inputs FILE …]
 
-Tasks run in one process, so that its CPU time is all of it: a pool's processes are not children of the command. Documents of 400 words on average are drawn from 30,000 words by
-Zipf's law, with sentences and lines, so that filters of C4 and Gopher keep most. Starting processes, which import spaCy
-once each, is measured with one document and subtracted: of a terabyte it is nothing.
+Tasks run in one process, so that its CPU time is all of it: a pool's processes are not children of the command.
+Documents of 400 words on average are drawn from 30,000 words by Zipf's law, with sentences and lines, so that filters
+keep most. Starting, which imports spaCy, is measured with one document and subtracted.
 """
 
 from __future__ import annotations

@@ -38,6 +38,8 @@ from forge_plugin_memmap.prepare.inputs import Input
 BEGUN = "begun.json"
 WORK = "work"
 PARTIAL = DOCUMENTS + ".part"
+LOCK = "lock"
+"""File of a stage that the command holds while it runs."""
 FORMAT = 1
 """Of `summary.json` and the records of removed documents."""
 
@@ -91,7 +93,7 @@ def finished(work: Work) -> Mapping[str, Any] | None:
         JobError: its folder was begun or finished with other arguments or inputs, or is another's.
     """
     # Before the table may be read: nothing of a user's is taken for ours
-    free_folder(work.folder, "output", [BEGUN, SUMMARY])
+    free_folder(work.folder, "output", [BEGUN, SUMMARY, LOCK])
     # As JSON has it: tuples of the table would differ from the lists of the file
     begun = _read(work.folder / BEGUN)
     if begun is not None and begun != json.loads(json.dumps(work.begun())):
@@ -190,7 +192,7 @@ def owned(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise JobError(f"output {folder}: {error.strerror}; name a folder that can be written") from error
-    with _locked(folder) as is_mine:
+    with _locked(folder / LOCK) as is_mine:
         if not is_mine:
             raise ForgeError(f"another forge-run data {folder.name} is at work in {folder}; wait for it")
         yield
@@ -198,9 +200,12 @@ def owned(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _locked(path: Path, wait: bool = False) -> Iterator[bool]:
-    descriptor = os.open(path, os.O_RDONLY)
+    """Lock a file, which is made if need be; yields whether this process has the lock."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        # A lock of the process, and not of the open file, as `flock` is: datatrove forks a manager, which outlives a
+        # command that is killed, and would hold the lock for ever
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         yield True
     except BlockingIOError:
         yield False
@@ -230,7 +235,6 @@ class QuietExecutor(LocalPipelineExecutor):  # type: ignore[misc]  # datatrove h
         # A file for each task, as its process may live longer than the command
         path = Path(self.logging_dir.path) / "locks" / f"{rank:05}"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
         # In the process of the task: the lock of the folder is the command's, and gone with it
         with _locked(path, wait=True):
             return super()._run_for_rank(rank, local_rank, node_rank)

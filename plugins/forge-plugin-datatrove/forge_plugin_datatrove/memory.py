@@ -1,7 +1,7 @@
 """Memory and open files that a phase of deduplication needs, compared with the machine before it starts.
 
 datatrove checks neither: machines have hung for a day in the second stage of MinHash (datatrove#222, #298). The figures
-are measured by `tests/benchmarks/dedup_memory.py`, as upper bounds.
+are upper bounds, which the tests compare with what datatrove's steps take.
 """
 
 from __future__ import annotations

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow
@@ -16,6 +20,7 @@ from datatrove.pipeline.readers import JsonlReader
 from datatrove.pipeline.writers import JsonlWriter
 
 from forge_core.cli import main
+from forge_plugin_datatrove.execution import owned
 
 TEXTS = {
     "good": "The first sentence is long enough. Another sentence follows it. A third one ends the document.",
@@ -288,6 +293,28 @@ class Fails(BaseFilter):
         write_table(inputs, STEPS)
         write_lines(inputs / "in/b.jsonl", [{"text": "new"}])
         assert "out/filter was begun with other inputs" in data("filter", code=2)
+
+
+def test_a_process_that_outlives_a_killed_command_does_not_hold_its_folder(folder: Path) -> None:
+    """datatrove forks a manager, which is not killed with the command."""
+    program = """
+import os, signal, time
+from pathlib import Path
+from forge_plugin_datatrove.execution import owned
+with owned(Path("filter")):
+    if os.fork() == 0:
+        os.closerange(0, 3)
+        time.sleep(60)
+    print(os.getpid(), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    killed = subprocess.run([sys.executable, "-c", program], capture_output=True, start_new_session=True, text=True)
+    try:
+        assert killed.returncode == -signal.SIGKILL
+        with owned(Path("filter")):
+            pass
+    finally:
+        os.killpg(int(killed.stdout), signal.SIGKILL)
 
 
 def test_data_prepare_reads_what_is_kept(inputs: Path, data: Command) -> None:
