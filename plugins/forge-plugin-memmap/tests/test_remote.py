@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import multiprocessing
 import os
 import pickle
 import shutil
@@ -21,6 +20,7 @@ import pytest
 from forge_core.contracts.errors import DataError, JobError
 from forge_plugin_memmap import Memmap, block_cache, remote
 from forge_plugin_memmap.block_cache import WAYS, BlockCache
+from forge_testing.processes import run_on_ranks
 from forge_testing.refusals import lacks
 
 FOREIGN = Path(__file__).parent / "foreign"
@@ -236,27 +236,21 @@ def content_of(name: str, number: int, size: int) -> bytes:
     return bytes((len(name) * 7 + number * 31 + place) % 251 for place in range(size))
 
 
-def hammer(folder: Path, seed: int, failures: Any) -> None:
-    """Read many blocks through a cache that is far too small, and compare each."""
+def hammer(folder: Path, seed: int) -> list[tuple[str, int]]:
+    """Read many blocks through a cache that is far too small, and return those that differ."""
+    failures = []
     cache, random = BlockCache(folder, 64 * 4096, 4096), np.random.default_rng(seed)
     for _ in range(1500):
         name, number = "f" * int(random.integers(1, 9)), int(random.integers(0, 40))
         size = 4096 - (number % 3) * 100
         expected = content_of(name, number, size)
         if cache.read(name, number, size, slice(99, size), lambda expected=expected: expected) != expected[99:]:
-            failures.put((name, number))
+            failures.append((name, number))
+    return failures
 
 
 def test_processes_share_it_and_none_gets_a_block_of_another(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork")
-    failures = context.Queue()
-    workers = [context.Process(target=hammer, args=(tmp_path / "c", seed, failures)) for seed in range(3)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-        assert worker.exitcode == 0
-    assert failures.empty()
+    assert run_on_ranks(3, lambda rank: hammer(tmp_path / "c", rank)) == [[], [], []]
     size = sum(path.stat().st_blocks * 512 for path in (tmp_path / "c").rglob("blocks"))
     assert 0 < size <= 64 * 4096
 

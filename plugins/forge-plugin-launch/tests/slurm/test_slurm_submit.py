@@ -404,3 +404,11 @@ def test_another_type_of_cluster_is_one_file(submit: Run) -> None:
     assert (code, lacks(err, "-- --qos=high", "no further options")) == (2, [])
     code, _, err = submit("--array", "job.toml", "--on", "hosts.toml")
     assert (code, lacks(err, "has no arrays")) == (2, [])
+
+
+@pytest.mark.parametrize("file", ["runs/long/metrics.jsonl", "weights.bin"])
+def test_a_file_that_is_no_job_names_no_run(submit: Run, file: str) -> None:
+    Path(file).parent.mkdir(parents=True, exist_ok=True)
+    Path(file).write_text("")
+    code, _, err = submit("--status", file)
+    assert (code, lacks(err, file, "is a file, and no run folder")) == (2, [])
