@@ -47,12 +47,14 @@ def _kept(table: Table, id_: str) -> dict[str, Any] | None:
     import pyarrow
 
     done = [stage for stage in STAGES if (table.folder(stage) / SUMMARY).is_file()]
+    # As a line has it: a path of Windows has backslashes, which JSON doubles
+    wanted = orjson.dumps(id_)[1:-1]
     for path in sorted((table.folder(done[-1]) / DOCUMENTS).iterdir()) if done else ():
         compression: Any = {".gz": "gzip", ".zst": "zstd"}.get(path.suffix)
         with pyarrow.input_stream(str(path), compression=compression) as stream:
             for number, line in enumerate(_lines(stream), 1):
                 # Parsed only where the id may be in it
-                if id_.encode() in line and (record := orjson.loads(line))["id"] == id_:
+                if wanted in line and (record := orjson.loads(line))["id"] == id_:
                     return {"file": str(Path(path)), "line": number, "origin": record[ORIGIN]}
     return None
 

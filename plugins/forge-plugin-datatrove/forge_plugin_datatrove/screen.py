@@ -88,7 +88,9 @@ def _removal(record: Mapping[str, Any]) -> str:
 
 def _origin(origin: Any) -> str:
     # A key of the user's own is left as it is
+    if isinstance(origin, str):
+        return origin
     if not isinstance(origin, dict) or "file" not in origin:
-        return str(origin)
+        return json.dumps(origin, ensure_ascii=False)
     places = [f"{key} {value}" for key, value in origin.items() if key != "file"]
     return " ".join([str(origin["file"]), *places])

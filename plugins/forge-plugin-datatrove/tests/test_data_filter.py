@@ -166,6 +166,23 @@ class TestFate:
         assert main(["data", "filter", "clean.toml", "--why", "braces"]) == 0
         assert "removed by filter, c4_quality: curly_bracket" in capsys.readouterr().out
 
+    def test_ids_and_origins_may_have_any_form(
+        self, folder: Path, data: Command, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        # The backslashes and quotes of the first are others in a line of JSON
+        ids = {'C:\\a "b".txt': "https://example.org/1", "m\u00fcll": {"url": "https://example.org/2"}, "none": None}
+        lines = [json.dumps({"id": id_, "origin": origin, "text": "kept"}) for id_, origin in ids.items()]
+        (folder / "in").mkdir()
+        (folder / "in/a.jsonl").write_text("\n".join(lines))
+        write_table(folder, '[[filter]]\ntype = "regex"\nregex_exp = "never"')
+        data("filter")
+        shown = []
+        for id_, origin in ids.items():
+            assert data("filter", "--why", id_)["kept"]["origin"] == origin
+            assert main(["data", "filter", "clean.toml", "--why", id_]) == 0
+            shown.append(capsys.readouterr().out.strip().partition("read from ")[2])
+        assert shown == ["https://example.org/1", '{"url": "https://example.org/2"}', "null"]
+
 
 def origin_of(folder: Path, id_: str) -> str:
     text = (folder / "in/a.jsonl").read_text()
