@@ -275,7 +275,12 @@ def test_a_join_that_was_killed_is_continued_by_a_join_alone(
 ) -> None:
     killed(monkeypatch, prepare, 5, *ARGUMENTS, "--out=data", "--join")
     assert not lacks(refused(forge_run), "data", "with --join")
+    # The whole script again: parts that are finished say so, and one that is lost cannot be made now
+    assert "part 2/3 of data is finished" in prepare(*ARGUMENTS, "--out=data", "--part=2/3")
+    assert not lacks(refused(forge_run, "--held-out-every=5", "--part=2/3"), "held_out_every: 4 then, 5 now")
+    Path("data/parts/2-of-3").rename("elsewhere")
     assert not lacks(refused(forge_run, "--part=2/3"), "data", "at work")
+    Path("elsewhere").rename("data/parts/2-of-3")
     assert "continuing after" in prepare(*ARGUMENTS, "--out=data", "--join")
 
 

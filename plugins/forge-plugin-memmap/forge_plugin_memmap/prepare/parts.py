@@ -61,11 +61,14 @@ def prepare_part(settings: Settings, part: Part, console: Console) -> tuple[Mapp
         ForgeError: the disk is full, or a worker process ended; the same command continues.
     """
     output, inputs = settings.output, settings.identities()
+    folder, arguments = part_folder(output, part), part_arguments(settings.arguments(), part)
     if (output / UNFINISHED).exists():
+        # An array that is queued again, as its join was killed, has nothing to do, and must not stop the join
+        if (record := finished_part(folder, arguments, inputs)) is not None:
+            return record, ""
         raise JobError(f"{output} is at work without --part, or with --join; finish that, or give another --out")
     if finished_manifest(output, settings.arguments(), inputs) is not None:
         raise JobError(f"{output} is finished, with all its parts; give another --out")
-    folder, arguments = part_folder(output, part), part_arguments(settings.arguments(), part)
     is_begun = (folder / UNFINISHED).exists() or (folder / PART).exists()
     # Before the folder is made, as a tokenizer that is still to be trained is refused
     built = None if is_begun else build_tokenizer(settings.tokenizer, no_documents)
