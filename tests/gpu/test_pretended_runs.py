@@ -21,7 +21,7 @@ from gpu.whole_runs import ALONE, HERE, Outcome, lines_of, train_all, write_data
 pytestmark = pytest.mark.slow
 
 TOLERANCE = {"soap": 2e-3, "float8": 1e-3, "watched": 1e-4}
-"""Relative, of all metrics, where it is not 2e-5: an eigenvector, a rounding or a probe turns the last digit into more."""
+"""Relative, of all metrics, where it is not 2e-5: eigenvectors, roundings and probes turn the last digit into more."""
 NEAR_ZERO = 1e-6
 """Absolute, for metrics that are differences."""
 
