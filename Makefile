@@ -63,12 +63,13 @@ gpu:
 
 # Compiled blocks as kernels of sm_80, sm_90 and sm_100, beside the recorded table: no kernel, graph break or spill more.
 # Free while nothing that it depends on has changed (tests/gpu/kernels/table.sha256); otherwise it installs Triton into a
-# folder of its own, 1 GB, and takes five minutes on two cores. It needs g++ and a torch without CUDA.
+# folder of its own, 1 GB, and takes five minutes on two cores. It needs g++ and a torch without CUDA. Not as `tests.gpu`:
+# distributions of others have installed a package `tests`, which would be found first.
 kernels: $(STAMP)
-	@$(BIN)/python -m tests.gpu.kernels --unchanged || { \
-		triton=triton==$$($(BIN)/python -c "from tests.gpu.kernels.watched_kernels import TRITON; print(TRITON)"); \
+	@PYTHONPATH=tests $(BIN)/python -m gpu.kernels --unchanged || { \
+		triton=triton==$$(PYTHONPATH=tests $(BIN)/python -c "from gpu.kernels.watched_kernels import TRITON; print(TRITON)"); \
 		test -d $(KERNELS)/triton || $(BIN)/pip install --quiet --no-deps --target $(KERNELS) $$triton && \
-		PYTHONPATH=$(KERNELS) OMP_NUM_THREADS=1 $(BIN)/python -m tests.gpu.kernels $(RECORD); }
+		PYTHONPATH=$(KERNELS):tests OMP_NUM_THREADS=1 $(BIN)/python -m gpu.kernels $(RECORD); }
 
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -1,10 +1,11 @@
 """Kernels of compiled blocks on GPUs that are not there, beside the table of them that the repository keeps.
 
-    python -m tests.gpu.kernels               # compiles all again: 1 if a kernel, a graph break or a spill was added
-    python -m tests.gpu.kernels --record      # writes the table of what is here
-    python -m tests.gpu.kernels --unchanged   # 0 if all that it depends on is as when it was recorded; takes no time
-    python -m tests.gpu.kernels --bounds      # from the recorded table: times at least on GPUs; needs no Triton
-    python -m tests.gpu.kernels --recipe dense --arch sm_90          # only these; with --show, kernel by kernel
+    export PYTHONPATH=tests
+    python -m gpu.kernels               # compiles all again: 1 if a kernel, a graph break or a spill was added
+    python -m gpu.kernels --record      # writes the table of what is here
+    python -m gpu.kernels --unchanged   # 0 if all that it depends on is as when it was recorded; takes no time
+    python -m gpu.kernels --bounds      # from the recorded table: times at least on GPUs; needs no Triton
+    python -m gpu.kernels --recipe dense --arch sm_90          # only these; with --show, kernel by kernel
 
 Needs the package `triton` (see `make kernels`), a C++ compiler, and a torch without CUDA. Every block is built as the
 recipe's job builds it and compiled by Forge's stage `compile`: Inductor generates code for sm_80, sm_90 and sm_100 from
@@ -59,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        "tests.gpu.kernels", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        "gpu.kernels", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--record", action="store_true", help="write the table")
     parser.add_argument("--unchanged", action="store_true", help="look whether sources and versions have changed")
