@@ -59,9 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "gpu.kernels", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser("gpu.kernels", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--record", action="store_true", help="write the table")
     parser.add_argument("--unchanged", action="store_true", help="look whether sources and versions have changed")
     parser.add_argument("--bounds", action="store_true", help="print bounds on time by the table, beside the plan's")
