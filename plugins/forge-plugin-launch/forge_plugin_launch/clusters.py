@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
-import attrs
 from attrs import field, frozen
 from attrs.validators import ge, gt
 
@@ -210,5 +209,4 @@ def read_cluster(path: str | None, options: Iterable[str]) -> tuple[Cluster, Seq
     # Without a type there is no number of ranks to check a job with
     if file is INVALID:
         raise JobError(problems)
-    # Flags as they were written: `--nodes=0`, and not the key that it sets
-    return file.cluster, [attrs.evolve(each, origin=each.origin.replace("--cluster.", "--")) for each in problems]
+    return file.cluster, problems

@@ -7,7 +7,7 @@ import glob
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from forge_core.checkpoint.run_folder import run_folder
 from forge_core.cli.command_line import parse_job_arguments, positive, with_examples
@@ -147,7 +147,10 @@ def cluster_of(parsed: argparse.Namespace, settings: Sequence[str] = ()) -> tupl
     """Returns the cluster of these options and settings (`cluster.nodes=8`), and the problems of its file."""
     given = {name: getattr(parsed, name.replace("-", "_")) for name in OPTIONS}
     own = [f"cluster.{name.replace('-', '_')}={_toml(value)}" for name, value in given.items() if value is not None]
-    return read_cluster(parsed.on, [*own, *settings])
+    cluster, problems = read_cluster(parsed.on, [*own, *settings])
+    # Flags as they were written: `--nodes=0`, and not the key that it sets. A setting keeps its whole key
+    flags = {f"--{setting}": f"--{setting.removeprefix('cluster.')}" for setting in own}
+    return cluster, [evolve(each, origin=flags.get(each.origin, each.origin)) for each in problems]
 
 
 def _toml(value: object) -> str:

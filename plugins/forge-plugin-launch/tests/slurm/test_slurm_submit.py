@@ -128,6 +128,11 @@ def test_the_job_is_checked_with_the_ranks_of_the_allocation(submit: Run) -> Non
     assert submit("job.toml", "--nodes=4", "--print")[0] == 0
 
 
+def test_a_mistake_is_named_as_it_was_written(submit: Run) -> None:
+    code, _, err = submit("job.toml", "--print", "--time=x", "--cluster.nodes=0")
+    assert (code, lacks(err, '--time="x": cluster.time', "--cluster.nodes=0: cluster.nodes")) == (2, []), err
+
+
 REFUSED = {
     "no time beside the margin": (["--time=1"], ["cluster.time", "'1'", "60 s"]),
     "an option with a key of its own": (["--", "--nodes=2"], ["--nodes=2", "--nodes", "before"]),
