@@ -10,7 +10,7 @@ from attrs import frozen
 
 from forge_core.contracts.errors import JobError, Problem
 from forge_plugin_launch.clusters import SubmittedRun
-from forge_plugin_launch.remote.paths import is_below
+from forge_plugin_launch.remote import paths
 from forge_plugin_launch.remote.secret_values import known_token
 
 LIMIT = 2**20
@@ -37,7 +37,7 @@ def job_files(run: SubmittedRun, mounted: Sequence[str]) -> JobFiles:
     Raises:
         JobError: a file is missing, is no text, has a token, cannot have its path there, or all are too large together.
     """
-    count = next((number for number, word in enumerate(run.words) if word.startswith("-")), len(run.words))
+    count = len(paths.job_files(run))
     texts: dict[str, str] = {}
     words = [_carried(path, run.work, mounted, texts) for path in run.words[:count]]
     assert run.job is not None, "of a run that is submitted"
@@ -45,7 +45,7 @@ def job_files(run: SubmittedRun, mounted: Sequence[str]) -> JobFiles:
     # Every `./router.py:Router` that the job names, as the run itself records them
     for path in map(Path, run.job.checked.catalog.files):
         # Job files name these by a path that must mean the same there, so that a new place will not do
-        if not is_below(str(path), mounted) and not path.is_relative_to(run.work.resolve()):
+        if not paths.is_below(str(path), mounted) and not path.is_relative_to(run.work.resolve()):
             raise JobError(
                 f"{path}: this component file is outside of {run.work}, so that the job names it by a path that the "
                 "container does not have; move it there, or to a volume"
@@ -59,7 +59,7 @@ def job_files(run: SubmittedRun, mounted: Sequence[str]) -> JobFiles:
 def _carried(name: str, work: Path, mounted: Sequence[str], texts: dict[str, str]) -> str:
     """Add a file to `texts`; returns its path in the container, relative to the working directory there."""
     path = Path(os.path.normpath(work / name))
-    if is_below(str(path), mounted):
+    if paths.is_below(str(path), mounted):
         return str(path)
     # Components come with their real paths, job files as they were written
     root = work.resolve() if path.is_relative_to(work.resolve()) else work

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Mapping
 from pathlib import PurePosixPath
 
 import attrs
 
+from forge_plugin_launch.remote.paths import name_of
 from forge_plugin_launch.remote.secret_values import is_secret, known_token
 
 POD_SUFFIX = "-node-0-{last}-abcde"
 """What JobSet adds to the name of a TrainJob for its pods; a label of DNS, such as a pod's name, has 63 characters."""
+ALLOWED = "abcdefghijklmnopqrstuvwxyz0123456789-"
 LABEL = 63
 SUBDOMAIN = 253
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
@@ -32,19 +33,9 @@ TAKEN = (JOB_FOLDER, SHARED_MEMORY)
 
 
 def object_name(run: str, nodes: int) -> str:
-    """Returns the name of a run's objects: `job.name` itself where Kubernetes allows it, else a similar one.
-
-    Names that had to be changed end with a digest of the original, so that `a.b` and `a-b` remain two runs.
-    """
-    longest = LABEL - len(POD_SUFFIX.format(last=nodes - 1))
-    name = re.sub(r"[^a-z0-9]+", "-", run.lower()).strip("-")
+    """Returns the name of a run's objects: `job.name` itself where Kubernetes allows it, else a similar one."""
     # TrainJob wants a letter first, unlike most objects
-    if not name[:1].isalpha():
-        name = f"run-{name}".strip("-")
-    if name == run and len(name) <= longest:
-        return name
-    digest = hashlib.sha256(run.encode()).hexdigest()[:6]
-    return f"{name[: longest - 7].rstrip('-')}-{digest}"
+    return name_of(run, ALLOWED, LABEL - len(POD_SUFFIX.format(last=nodes - 1)), "run-")
 
 
 # --- validators of keys ---------------------------------------------------------------------------------------------
