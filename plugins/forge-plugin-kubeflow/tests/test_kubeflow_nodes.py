@@ -9,32 +9,9 @@ import pytest
 import yaml
 
 from forge_core.cli import main
-from forge_testing.nodes import Nodes, digest_of
-from forge_testing.tiny import TINY_JOB
+from forge_testing.nodes import SLOW_HOOK, SLOW_JOB, Nodes, digest_of
 
-JOB = (
-    TINY_JOB.replace("steps = 4", "steps = 40")
-    + """
-[job]
-name = "NAME"
-output = "FOLDER/mnt"
-[checkpoint]
-interval = 10
-[hooks.slow]
-type = "./slow.py:Slow"
-"""
-)
-SLOW = """
-import time
-from attrs import define
-from forge_core import TrainingHook
-
-
-@define(kw_only=True, slots=False)
-class Slow(TrainingHook):
-    def on_step_begin(self, context):
-        time.sleep(0.05)
-"""
+JOB = SLOW_JOB.replace('name = "NAME"', 'name = "NAME"\noutput = "FOLDER/mnt"')
 CLUSTER = '[cluster]\ntype = "kubeflow"\nnodes = 2\nimage = "forge"\nvolumes = { runs = "FOLDER/mnt" }\n'
 # As Trainer's torch policy sets them; the master is the first pod there
 PODS = [{"PET_NODE_RANK": str(number), "PET_NNODES": "2", "PET_MASTER_ADDR": "127.0.0.1"} for number in range(2)]
@@ -70,7 +47,7 @@ def test_a_run_that_is_evicted_continues_to_the_bit_and_a_wrong_one_ends(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mnt").mkdir()
-    Path("slow.py").write_text(SLOW)
+    Path("slow.py").write_text(SLOW_HOOK)
     Path("kubeflow.toml").write_text(CLUSTER.replace("FOLDER", str(tmp_path)))
     script, _ = rendered("whole", JOB, tmp_path, capsys)
     with Nodes(script, PODS, tmp_path) as nodes:

@@ -8,41 +8,17 @@ import pytest
 
 from forge_plugin_launch import Cluster
 from forge_plugin_launch.submit import Request
-from forge_testing.nodes import Nodes, digest_of
-from forge_testing.tiny import TINY_JOB
-
-JOB = (
-    TINY_JOB.replace("steps = 4", "steps = 40")
-    + """
-[job]
-name = "NAME"
-[checkpoint]
-interval = 10
-[hooks.slow]
-type = "./slow.py:Slow"
-"""
-)
-SLOW = """
-import time
-from attrs import define
-from forge_core import TrainingHook
-
-
-@define(kw_only=True, slots=False)
-class Slow(TrainingHook):
-    def on_step_begin(self, context):
-        time.sleep(0.05)
-"""
+from forge_testing.nodes import SLOW_HOOK, SLOW_JOB, Nodes, digest_of
 
 
 @pytest.mark.slow
 def test_a_run_on_two_nodes_that_is_preempted_continues_to_the_bit(tmp_path: Path, monkeypatch) -> None:
-    (tmp_path / "slow.py").write_text(SLOW)
+    (tmp_path / "slow.py").write_text(SLOW_HOOK)
     monkeypatch.chdir(tmp_path)
     cluster = Cluster(nodes=2, gpus_per_node=0)
     scripts = {}
     for name in ("whole", "preempted"):
-        Path(f"{name}.toml").write_text(JOB.replace("NAME", name))
+        Path(f"{name}.toml").write_text(SLOW_JOB.replace("NAME", name))
         [run] = Request(groups=[[f"{name}.toml"]], overrides=[], cluster=cluster).check([])
         scripts[name] = f"exec {cluster.node_command(run, '$NODE', '$FIRST')}"
     places = [{"NODE": str(number), "FIRST": "127.0.0.1"} for number in range(2)]

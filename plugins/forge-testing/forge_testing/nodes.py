@@ -21,8 +21,32 @@ from forge_core.checkpoint.storage import Local, LocalStorage
 from forge_core.checkpoint.tensors import bytes_of, load_tensors, read_index
 from forge_core.contracts.errors import ForgeError
 from forge_kit.tools.metrics import read_metrics
+from forge_testing.tiny import TINY_JOB
 
 POLL_S = 0.1
+SLOW_JOB = (
+    TINY_JOB.replace("steps = 4", "steps = 40")
+    + """
+[job]
+name = "NAME"
+[checkpoint]
+interval = 10
+[hooks.slow]
+type = "./slow.py:Slow"
+"""
+)
+"""A job that is slow enough to be stopped in the middle; it needs `SLOW_HOOK` as `slow.py`."""
+SLOW_HOOK = """
+import time
+from attrs import define
+from forge_core import TrainingHook
+
+
+@define(kw_only=True, slots=False)
+class Slow(TrainingHook):
+    def on_step_begin(self, context):
+        time.sleep(0.05)
+"""
 
 
 @define
