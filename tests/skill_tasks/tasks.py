@@ -16,6 +16,7 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -176,12 +177,13 @@ def _file(name: str, has: Sequence[str]) -> Iterator[str]:
     yield from (f"{name} lacks {pattern}" for pattern in has if not re.search(pattern, text, re.MULTILINE))
 
 
-def _kit(component: str, suite: str) -> Iterator[str]:
-    """A component of a local file passes the suite of its kind."""
+def _kit(component: str, suite: str, body: str = "") -> Iterator[str]:
+    """A component of a local file passes the suite of its kind, with these methods."""
     module, _, name = component.partition(":")
     test = Path("test_of_the_judge.py")
     head = f"from {Path(module).stem} import {name}\nfrom forge_testing.suites import {suite}\n"
-    test.write_text(f"{head}class TestIt({suite}):\n    component = {name}()\n")
+    methods = textwrap.indent(body, "    ")
+    test.write_text(f"{head}class TestIt({suite}):\n    component = {name}()\n{methods}")
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--rootdir", ".", str(test)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     test.unlink()

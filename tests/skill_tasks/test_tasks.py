@@ -14,7 +14,7 @@ from tasks import Outcome, Task, digests, faults, read_tasks
 from forge_plugin_author.skill_files import shipped_skills
 
 TASKS = read_tasks()
-SLOW = ("less-memory", "planted-add-a-router", "does-the-router-keep-its-contract")
+SLOW = ("fit-on-a-node", "planted-add-a-router", "add-a-loss", "is-the-router-fit-to-merge")
 """Tasks whose judge plans, or runs the suite of a kind, in processes of its own."""
 EACH = pytest.mark.parametrize(
     "task", [pytest.param(task, id=task.id, marks=[pytest.mark.thorough] * (task.id in SLOW)) for task in TASKS]
