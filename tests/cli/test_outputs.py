@@ -24,7 +24,8 @@ doctor drill files, launch elastic
 --resume, launch elastic files, evaluate path, evaluate --include, evaluate --run, inside extract files, generate path,
 generate --image, generate --video, generate --run, profile goodput runs, doctor gpus files, init --text, init --tokens,
 init --tokenizer, init --from, inside lens path, inside lens --run, data picture files, inside patch path, inside patch
---run, plan files, data prepare inputs, data prepare --job, profile profiles, replay run, replay --from, report runs,
+--run, plan files, data prepare inputs, data prepare --job, data prepare --on, profile
+profiles, replay run, replay --from, report runs,
 resume run, resume --from, run --resume, run files, runs folders, inside sae run, inside sae files, show run, submit
 files, submit --on, inside taps store, watch runs, weights inspect folder, weights import folder,
 weights import --tokenizer, weights export run, weights verify first, weights verify second, weights verify --prompts,

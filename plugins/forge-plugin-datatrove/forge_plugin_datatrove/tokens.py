@@ -39,8 +39,8 @@ class ForgeTokens(PipelineStep):  # type: ignore[misc]  # datatrove has no types
     def __init__(self, arguments: Sequence[str]) -> None:
         super().__init__()
         self.arguments = [*arguments]
-        if self._stated("--part") or self._stated("--join"):
-            raise JobError("ForgeTokens: the part follows from the executor; leave out --part and --join")
+        if any(map(self._stated, ("--part", "--parts", "--join"))):
+            raise JobError("ForgeTokens: the part follows from the executor; leave out --part, --parts and --join")
         # Here, and not in a task that was queued for hours
         self._settings()
 
@@ -56,6 +56,9 @@ class ForgeTokens(PipelineStep):  # type: ignore[misc]  # datatrove has no types
         part = Part(rank + 1, world_size)
         settings = self._settings("--part", str(part))
         record, _ = prepare_part(settings, part, Console(stderr=True, quiet=True))
+        # Of parts that are joined already, an executor that starts again has nothing to count
+        if record is None:
+            return
         # Held-out documents are chosen by the join: until then, all are of this split
         counts = record["splits"]["train"]["total"]
         for name in ("documents", "tokens"):

@@ -55,7 +55,7 @@ def test_a_rank_is_a_part(inputs: Path) -> None:
 def test_mistakes_are_found_when_the_pipeline_is_made(inputs: Path) -> None:
     with pytest.raises(JobError, match="nowhere"):
         ForgeTokens(["nowhere", "--tokenizer", "bytes", "--out", "tokens"])
-    with pytest.raises(JobError, match="leave out --part and --join"):
+    with pytest.raises(JobError, match="leave out --part, --parts and --join"):
         ForgeTokens([*ARGUMENTS, "--out", "tokens", "--part=1/3"])
     tokens = ForgeTokens([*ARGUMENTS, "--out", "tokens"])
     with pytest.raises(JobError, match="it is the first step"):

@@ -16,6 +16,7 @@ from forge_core.contracts.components import Component, default_type
 from forge_core.contracts.errors import ExitCode, JobError, Problem
 from forge_core.job import Job
 from forge_core.plugins.catalog import Catalog
+from forge_kit.tools.divided_commands import DividedCommand
 
 State = Literal["queued", "starting", "running", "recovering", "finished", "failed", "stopped", "unknown"]
 """What has become of a submitted run. `recovering`: between two attempts; `stopped`: by request, and not continued."""
@@ -93,6 +94,18 @@ class Cluster(Component[None]):
     gpus_per_node: int = field(default=0, validator=ge(0))
     """GPUs of a node, each of which gets a rank. 0: none are asked for."""
 
+    @classmethod
+    def of_file(cls, path: str, settings: Iterable[str]) -> Cluster:
+        """Returns the cluster of a cluster file, which settings (`cluster.nodes=8`) override; see `read_cluster`.
+
+        Raises:
+            JobError: with every problem.
+        """
+        cluster, problems = read_cluster(path, settings)
+        if problems:
+            raise JobError([*problems])
+        return cluster
+
     @property
     def ranks_per_node(self) -> int:
         """Ranks that are started on each node."""
@@ -155,6 +168,22 @@ class Cluster(Component[None]):
     def submit_array(self, runs: Sequence[SubmittedRun], at_once: int) -> Iterable[str]:
         """Submit runs of which `at_once` are under way at a time (0: all); refused by default."""
         raise JobError("this type of cluster has no arrays; submit the jobs one by one")
+
+    def rendered_parts(self, command: DividedCommand) -> str:
+        """Returns the text of the parts of a command and of its join, as `rendered` does; refused by default."""
+        raise self._no_parts(command)
+
+    def submit_parts(self, command: DividedCommand) -> Iterable[str]:
+        """Submit the missing parts of a command, and its join for when all have succeeded; refused by default.
+
+        `status`, `logs` and `stop` take the command's folder as that of a run. Returns lines for a person.
+        """
+        raise self._no_parts(command)
+
+    def _no_parts(self, command: DividedCommand) -> JobError:
+        name = Catalog.installed().type_of(type(self))
+        hand = f"run it with --part 1/{command.count} to {command.count}/{command.count} on any machines, then --join"
+        return JobError(f"clusters of type {name!r} do not queue the parts of a command; {hand}")
 
     def status(self, run: SubmittedRun) -> Status:
         """Returns what has become of a run.

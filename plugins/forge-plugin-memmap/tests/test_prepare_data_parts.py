@@ -163,9 +163,14 @@ def test_a_part_tells_what_it_did_and_the_parts_are_gone_when_they_are_joined(pr
     assert 'type = "memmap"' in prepare(*arguments, "--join")
     assert not Path("data/parts").exists()
     assert 'type = "memmap"' in prepare(*arguments, "--join")
-    code, _, err = forge_run("data", "prepare", *arguments, TOKENIZER, "--part=1/2")
+    # A script that is started again has nothing to do, and must not stop what depends on it
+    assert not lacks(prepare(*arguments, "--part=1/2"), "part 1/2 of data is finished", "joined")
+    out = json.loads(prepare(*arguments, "--part=1/2", "--json"))
+    assert (out["part"], out["documents"]) == ("1/2", None)
+    assert not Path("data/parts").exists()
+    code, _, err = forge_run("data", "prepare", *arguments, TOKENIZER, "--part=1/2", "--shard-tokens=7")
     assert code == 2
-    assert not lacks(err, "data", "finished", "--out")
+    assert not lacks(err, "data was begun with other arguments", "shard_tokens")
 
 
 def test_a_line_that_stops_a_part_is_named_from_where_the_part_begins(forge_run: Callable[..., Any]) -> None:

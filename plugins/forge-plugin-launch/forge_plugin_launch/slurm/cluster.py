@@ -12,6 +12,7 @@ from attrs.validators import deep_iterable, ge, in_
 
 from forge_core.contracts.errors import ExitCode, JobError, Problem
 from forge_core.job import Job
+from forge_kit.tools.divided_commands import DividedCommand
 from forge_plugin_launch.clusters import Cluster, Status, SubmittedRun
 from forge_plugin_launch.slurm import scheduler
 from forge_plugin_launch.slurm.decision import REQUEUED
@@ -127,20 +128,42 @@ class SlurmCluster(Cluster):
 
         return queue_array([script_of(self, run) for run in runs], at_once)
 
+    def rendered_parts(self, command: DividedCommand) -> str:
+        """The scripts of the array and of the join."""
+        from forge_plugin_launch.slurm.parts import rendered
+
+        return rendered(self, command)
+
+    def submit_parts(self, command: DividedCommand) -> Iterable[str]:
+        """Queue the parts as an array, each on one node and without GPUs, and the join as a job that depends on it."""
+        from forge_plugin_launch.slurm.parts import queue
+
+        return queue(self, command)
+
     def status(self, run: SubmittedRun) -> Status:
-        """Of the queue, else of the last attempt."""
+        """Of the queue, else of the last attempt; of the parts of a command, of the queue alone."""
+        from forge_plugin_launch.slurm.parts import jobs_of, status_of
         from forge_plugin_launch.slurm.status import state_of
 
-        return state_of(run.folder)
+        jobs = jobs_of(run.folder)
+        return status_of(jobs) if jobs else state_of(run.folder)
 
     def show(self, run: SubmittedRun, is_json: bool) -> None:
-        """Print the queue, the attempts and the step."""
+        """Print the queue, the attempts and the step; of the parts of a command, the queue."""
+        from forge_plugin_launch.slurm.parts import jobs_of
         from forge_plugin_launch.slurm.status import print_status
 
-        print_status(run.folder, is_json=is_json)
+        if jobs_of(run.folder):
+            super().show(run, is_json)
+        else:
+            print_status(run.folder, is_json=is_json)
 
     def logs(self, run: SubmittedRun, follow: bool) -> int:
-        """Print the log that all attempts of the last job write to."""
+        """Print the log that all attempts of the last job write to, or the logs of all parts of a command."""
+        from forge_plugin_launch.slurm.parts import jobs_of, print_logs
+
+        if jobs_of(run.folder):
+            return print_logs(run.folder, follow)
         log = self._submission(run.folder).get("log", "")
         # SLURM creates it when the job starts
         if not Path(log).is_file():
@@ -151,7 +174,11 @@ class SlurmCluster(Cluster):
         return ExitCode.FINISHED
 
     def stop(self, run: SubmittedRun) -> Iterable[str]:
-        """Have the run save and end, which is not queued again; a job that waits is cancelled."""
+        """Have the run save and end, which is not queued again; a job that waits, or does parts, is cancelled."""
+        from forge_plugin_launch.slurm import parts
+
+        if parts.jobs_of(run.folder):
+            return parts.stop(run.folder)
         job = self._submission(run.folder)["job"]
         is_under_way = bool(read_json(run.folder / FOLDER / CURRENT))
         try:

@@ -48,8 +48,8 @@ def script_of(cluster: SlurmCluster, run: SubmittedRun) -> RunScript:
 
 def queue(script: RunScript) -> list[str]:
     """Queue one run; returns lines about it."""
-    with _written([script]):
-        job = _sbatch(script.run / SCRIPT)
+    with written([script.run / FOLDER], _texts([script])):
+        job = sbatch(script.run / SCRIPT)
         note(script.run, job, job, str(script.run / FOLDER / f"{job}.log"))
     return [*_announcement(script, job)]
 
@@ -73,8 +73,8 @@ def queue_array(scripts: Sequence[RunScript], at_once: int, after: Sequence[str]
     """
     first, output = scripts[0], _array_log(scripts)
     path, text = first.run.parent / f"{first.name}-array.sh", array_text(scripts, at_once, output, after)
-    with _written(scripts, {output_file(path, "--array"): text}):
-        job = _sbatch(path)
+    with written([script.run / FOLDER for script in scripts], {**_texts(scripts), output_file(path, "--array"): text}):
+        job = sbatch(path)
         for number, script in enumerate(scripts):
             note(script.run, f"{job}_{number}", job, str(output).replace("%A", job).replace("%a", str(number)))
     return [line for number, script in enumerate(scripts) for line in _announcement(script, f"{job}_{number}")]
@@ -124,14 +124,22 @@ def run_problems(job: Job, cluster: SlurmCluster) -> Iterator[Problem]:
             yield Problem("job.name", f"{folder} is queued already, as job {earlier}: {state}; {hint}")
 
 
+def _texts(scripts: Sequence[RunScript]) -> dict[Path, str]:
+    return {output_file(script.run / SCRIPT, "job.output"): script.text() for script in scripts}
+
+
 @contextmanager
-def _written(scripts: Sequence[RunScript], further: Mapping[Path, str] | None = None) -> Iterator[None]:
-    """Write the scripts of runs, and `further` ones; if this context ends with an error, all is as it was before."""
-    texts = {output_file(script.run / SCRIPT, "job.output"): script.text() for script in scripts} | {**(further or {})}
+def written(folders: Sequence[Path], texts: Mapping[Path, str]) -> Iterator[None]:
+    """Make folders and write scripts; if this context ends with an error, all is as it was before.
+
+    Args:
+        folders: of the scripts.
+        texts: of the scripts, by path; what is there already is replaced.
+    """
     made: list[Path] = []
     before: dict[Path, str | None] = {}
     try:
-        for folder in [script.run / FOLDER for script in scripts]:
+        for folder in folders:
             # From the innermost one up, in which order empty folders can be removed again
             made += [each for each in (folder, *folder.parents) if not each.exists()]
             folder.mkdir(parents=True, exist_ok=True)
@@ -152,12 +160,12 @@ def _written(scripts: Sequence[RunScript], further: Mapping[Path, str] | None = 
         raise
 
 
-def _sbatch(script: Path) -> str:
-    """Queue a script and return the number of the job; a `JobError` has SLURM's own words."""
+def sbatch(script: Path, *options: str) -> str:
+    """Queue a script with further options and return the number of the job; a `JobError` has SLURM's own words."""
     if shutil.which("sbatch") is None:
         raise JobError("sbatch is not on the PATH: submit on a login node of the cluster; --print prints the script")
     try:
         # With several clusters sbatch prints `job;cluster`
-        return scheduler.ask("sbatch", "--parsable", str(script)).partition(";")[0]
+        return scheduler.ask("sbatch", "--parsable", *options, str(script)).partition(";")[0]
     except SlurmError as error:
         raise JobError(f"SLURM took nothing: {error}") from error

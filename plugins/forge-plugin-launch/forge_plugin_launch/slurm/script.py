@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from attrs import frozen
@@ -36,7 +36,7 @@ class RunScript:
 
     def _header(self) -> Iterator[str]:
         own = {"job-name": self.name, "output": self.run / FOLDER / "%j.log"}
-        yield from _directives(own)
+        yield from directives(own)
         yield from shared_directives(self.cluster, self.excluded, self.work)
 
     def _command(self) -> str:
@@ -51,17 +51,22 @@ class RunScript:
         # killed before their last output. Nor --wait, which would kill the remaining tasks some time after the first
         # end, even a good one. Forge ends ranks whose peers have failed; `attempt` ends the step of ranks that cannot
         # receive this.
-        srun = ["srun", "--kill-on-bad-exit=0", "--wait=0"]
-        if self.cluster.cpus_per_task:  # which srun no longer takes from sbatch, from SLURM 22.05 on
-            srun.append(f"--cpus-per-task={self.cluster.cpus_per_task}")
+        srun = srun_words(self.cluster, "--kill-on-bad-exit=0", "--wait=0")
         train = [sys.executable, "-m", "forge_core", "run", *self.words]
-        parts = [attempt, [*srun, *self.cluster.srun], train]
+        parts = [attempt, srun, train]
         return "exec " + " \\\n  ".join(shlex.join(part) for part in parts)
+
+
+def srun_words(cluster: SlurmCluster, *options: str) -> list[str]:
+    """Returns the words of srun in a batch script: options of ours, and then the file's."""
+    # srun no longer takes the number of cores from sbatch, from SLURM 22.05 on
+    cores = [f"--cpus-per-task={cluster.cpus_per_task}"] if cluster.cpus_per_task else []
+    return ["srun", *options, *cores, *cluster.srun]
 
 
 def shared_directives(cluster: SlurmCluster, excluded: Sequence[str], work: Path) -> Iterator[str]:
     """Yields the `#SBATCH` lines that runs of one submission have in common."""
-    yield from _directives({"chdir": work, "nodes": cluster.nodes, "ntasks-per-node": cluster.ranks_per_node})
+    yield from directives({"chdir": work, "nodes": cluster.nodes, "ntasks-per-node": cluster.ranks_per_node})
     asked = {
         "gpus-per-node": cluster.gpus_per_node,
         "cpus-per-task": cluster.cpus_per_task,
@@ -70,13 +75,14 @@ def shared_directives(cluster: SlurmCluster, excluded: Sequence[str], work: Path
         "time": cluster.time,
         "exclude": ",".join([*cluster.exclude, *excluded]),
     }
-    yield from _directives({name: value for name, value in asked.items() if value})
+    yield from directives({name: value for name, value in asked.items() if value})
     # Without --requeue SLURM refuses to queue the job again, also when it is asked to; one log for all attempts
     yield from ("#SBATCH --requeue", "#SBATCH --open-mode=append")
-    yield from _directives(dict(cluster.sbatch))
+    yield from directives(dict(cluster.sbatch))
 
 
-def _directives(options: dict[str, object]) -> Iterator[str]:
+def directives(options: Mapping[str, object]) -> Iterator[str]:
+    """Yields an `#SBATCH` line for each option of sbatch by name; true for one without a value."""
     for name, value in options.items():
         option = f"{'-' if len(name) == 1 else '--'}{name.lstrip('-')}"
         if value is True:
@@ -96,9 +102,9 @@ def array_text(scripts: Sequence[RunScript], at_once: int, output: Path, after: 
         [
             "#!/bin/bash",
             f"# {MARK}: of `forge-run submit --array`; task N is run N of these.",
-            *_directives(dict(own)),
+            *directives(dict(own)),
             # Not in the scripts of the runs, which are queued again when those jobs are long forgotten
-            *_directives({"dependency": f"afterany:{':'.join(after)}"} if after else {}),
+            *directives({"dependency": f"afterany:{':'.join(after)}"} if after else {}),
             *shared_directives(first.cluster, excluded, first.work),
             "",
             f"scripts=({paths})",

@@ -270,3 +270,31 @@ def test_a_node_on_which_tasks_are_killed_twice_is_left_out(cluster: SlurmCluste
     cluster.until(lambda: cluster.facts(job)["ExcNodeList"] == node, "the node is left out")
     assert [each.blamed for each in attempts("blamed")] == [(node,), (node,)]
     cluster.run("scancel", job)
+
+
+def test_parts_of_data_are_an_array_and_the_join_waits_for_all_of_them(cluster: SlurmCluster, folder: Path) -> None:
+    lines = [json.dumps({"text": f"document {number}"}) for number in range(60)]
+    (folder / "corpus.jsonl").write_text("\n".join(lines))
+    # A part that fails, for a reason that is not its input's
+    fails = '[ "$SLURM_ARRAY_TASK_ID" != 2 ] || [ ! -e broken ] || exit 1'
+    (folder / "slurm.toml").write_text(f"[cluster]\ncpus_per_task = 1\nsetup = ['{fails}']\n")
+    words = ["forge-run", "data", "prepare", "corpus.jsonl", "--tokenizer=bytes", "--held-out-every=7"]
+    queued = [*words, "--out=data", "--parts=3", "--on=slurm.toml"]
+
+    def done() -> bool:
+        out = cluster.run("forge-run", "submit", "--status", "data-queue", "--json", cwd=folder)
+        return json.loads(out)["state"] == "unknown"
+
+    (folder / "broken").touch()
+    assert "3 of 3 parts (1-3)" in cluster.run(*queued, cwd=folder)
+    cluster.until(done, "the parts have ended, and the join is gone with them")
+    parts = [f"data/parts/{number}-of-3/part.json" for number in (1, 2, 3)]
+    assert [(folder / part).exists() for part in parts] == [True, False, True]
+    assert not (folder / "data/manifest.json").exists()
+    (folder / "broken").unlink()
+    assert "1 of 3 parts (2)" in cluster.run(*queued, cwd=folder)
+    cluster.until(done, "the part and the join have ended")
+    cluster.run(*words, "--out=whole", cwd=folder)
+    cluster.run("diff", "--recursive", "data", "whole", cwd=folder)
+    assert "is finished" in cluster.run("forge-run", "submit", "--logs", "data-queue", cwd=folder)
+    assert "data is finished" in cluster.run(*queued, cwd=folder)

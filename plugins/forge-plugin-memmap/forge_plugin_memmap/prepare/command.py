@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forge_core.cli.command_line import with_examples
+from forge_core.cli.command_line import positive, with_examples
 from forge_kit.tools.commands import count
 from forge_kit.tools.json_output import add_json, print_json
 from forge_kit.tools.outputs import free_folder
@@ -19,9 +19,12 @@ from forge_plugin_memmap.prepare.part_range import Part
 from forge_plugin_memmap.prepare.shard_formats import FORMATS
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from forge_plugin_memmap.prepare.run import Settings
 
 KEYS = "--tokenizer."
+CLUSTER = "--cluster."
 UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
 
 
@@ -35,39 +38,87 @@ def command(argv: list[str]) -> int:
     continues where it stopped when it is given again.
     """
     options, keys = parse(argv)
+    refuse_combinations(options)
     settings = read_settings(options, keys)
+    if options.parts:
+        return _queue(settings, options, argv)
     from rich.console import Console
 
     from forge_core.contracts.errors import ExitCode
-    from forge_plugin_memmap.prepare.console import describe, describe_part
     from forge_plugin_memmap.prepare.join import join
-    from forge_plugin_memmap.prepare.parts import prepare_part
     from forge_plugin_memmap.prepare.run import prepare
 
     # With --json, stdout has nothing but the document
     console = Console(stderr=options.json)
     try:
         if settings.part is not None:
-            manifest, speed = prepare_part(settings, settings.part, console)
-        else:
-            manifest, speed = (join if settings.join else prepare)(settings, console)
+            _do_part(settings, settings.part, console, options.json)
+            return ExitCode.FINISHED
+        manifest, speed = (join if settings.join else prepare)(settings, console)
     # Needs no clean-up: the state that was saved last is complete
     except KeyboardInterrupt:
         console.print("interrupted; the same command continues where it stopped")
         return ExitCode.SECOND_SIGNAL
-    if options.json and settings.part is not None:
-        counts = manifest["splits"][TRAIN]["total"]
-        facts = {key: manifest[key] for key in ("dropped", "tokenizer")}
-        print_json({"out": settings.output, "part": str(settings.part), **counts, **facts})
-    elif options.json:
+    if options.json:
         print_json(
             {"out": settings.output, **{key: manifest[key] for key in ("splits", "kept", "dropped", "tokenizer")}}
         )
     else:
-        of_part = (settings.output, str(settings.part), manifest, speed)
-        text = describe(settings.output, manifest, speed) if settings.part is None else describe_part(*of_part)
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
+        from forge_plugin_memmap.prepare.console import describe
+
+        console.print(describe(settings.output, manifest, speed), highlight=False, markup=False, soft_wrap=True)
     return ExitCode.FINISHED
+
+
+def _do_part(settings: Settings, part: Part, console: Console, is_json: bool) -> None:
+    """Do a part, and print what it has."""
+    from forge_plugin_memmap.prepare.console import describe_part
+    from forge_plugin_memmap.prepare.parts import prepare_part
+
+    record, speed = prepare_part(settings, part, console)
+    if is_json:
+        # Of a part that has been joined, nothing is left to count
+        total = record["splits"][TRAIN]["total"] if record else dict.fromkeys(("documents", "tokens", "bytes"))
+        facts = {key: record[key] if record else None for key in ("dropped", "tokenizer")}
+        print_json({"out": settings.output, "part": str(part), **total, **facts})
+    else:
+        text = describe_part(settings.output, str(part), record, speed)
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _queue(settings: Settings, options: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Have a cluster do the parts and the join."""
+    from forge_core.contracts.errors import ExitCode
+    from forge_kit.tools.divided_commands import cluster_of
+    from forge_plugin_memmap.prepare.queued import divided
+
+    of_cluster = [argument.removeprefix("--") for argument in argv if argument.startswith(CLUSTER)]
+    cluster = cluster_of(options.on, of_cluster)
+    queue = argparse.ArgumentParser(add_help=False)
+    _add_queue(queue, queue)
+    # All else is of the parts, as it was written
+    _, words = queue.parse_known_args([argument for argument in argv if not argument.startswith(CLUSTER)])
+    command = divided(settings, options.parts, words)
+    if command is None:
+        print(f"{settings.output} is finished, with all its parts")
+    elif options.print:
+        print(cluster.rendered_parts(command), end="")
+    else:
+        print(*cluster.submit_parts(command), sep="\n")
+    return ExitCode.FINISHED
+
+
+def refuse_combinations(options: argparse.Namespace) -> None:
+    """Raise a `JobError` for options that would have no effect next to others."""
+    from forge_core.contracts.errors import JobError
+
+    if options.parts and not options.on:
+        raise JobError("--parts N needs a cluster that does them: --on CLUSTER.toml; one part alone is --part K/N")
+    for name in ("on", "print"):
+        if getattr(options, name) and not options.parts:
+            raise JobError(f"--{name} is about parts that a cluster does: --parts N --on CLUSTER.toml")
+    if options.parts and options.json:
+        raise JobError("--json prints what was written, and --parts queues what will be; leave out one of them")
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -75,7 +126,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     # Taken out before argparse, which does not have the options of each tokenizer
     keys = [argument.removeprefix("--") for argument in argv if argument.startswith(KEYS)]
     parser = _parser()
-    options = parser.parse_args([argument for argument in argv if not argument.startswith(KEYS)])
+    options = parser.parse_args([argument for argument in argv if not argument.startswith((KEYS, CLUSTER))])
+    if not options.parts and (of_cluster := [argument for argument in argv if argument.startswith(CLUSTER)]):
+        parser.error(f"{of_cluster[0]} goes with --parts and --on")
     if keys and options.job:
         parser.error(f"--{keys[0]} goes with --tokenizer; with --job, the key stands in the job file")
     return options, keys
@@ -147,13 +200,25 @@ def _parser() -> argparse.ArgumentParser:
         "order or on several machines; DIR has all parts")  # fmt: skip
     parts.add_argument("--join", action="store_true", help="make the data of all parts, with the same bytes as "
         "without --part")  # fmt: skip
+    _add_queue(parser, parts)
     add_json(parser, ": what was written")
     with_examples(
         parser,
         "forge-run data prepare texts/ --tokenizer bpe --tokenizer.vocab_size=32000 --out data",
         "forge-run data prepare 'web/*.jsonl.zst' --job job.toml --out data --held-out-every 1000",
+        "forge-run data prepare web --job job.toml --out data --parts 64 --on slurm.toml",
     )
     return parser
+
+
+def _add_queue(parser: argparse.ArgumentParser, parts: argparse._ActionsContainer) -> None:
+    """Add the options of parts that a cluster does."""
+    parts.add_argument("--parts", type=positive, default=0, metavar="N", help="have a cluster do all N parts that are "
+        "not finished, and then the join")  # fmt: skip
+    parser.add_argument("--on", metavar="CLUSTER.toml", help="with --parts: a file with the table [cluster], as of "
+        "forge-run submit; its keys also as --cluster.KEY=VALUE")  # fmt: skip
+    parser.add_argument("--print", action="store_true", help="with --parts: print what would be queued; nothing is "
+        "written or sent")  # fmt: skip
 
 
 def token_count(text: str) -> int:

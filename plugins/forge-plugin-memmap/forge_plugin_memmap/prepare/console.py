@@ -117,8 +117,10 @@ def _figures(split: Mapping[str, Any]) -> list[str]:
     return [*(f"{split[name]:,}" for name in ("documents", "tokens", "bytes")), str(len(split["files"]))]
 
 
-def describe_part(folder: Path, part: str, record: Mapping[str, Any], speed: str) -> str:
-    """Returns the summary of a finished part; arguments as of `describe`, and its record."""
+def describe_part(folder: Path, part: str, record: Mapping[str, Any] | None, speed: str) -> str:
+    """Returns the summary of a finished part; arguments as of `describe`, and its record, None if it was joined."""
+    if record is None:
+        return f"part {part} of {folder} is finished, as the folder is: all parts are joined"
     total = record["splits"][TRAIN]["total"]
     head = f"part {part} of {folder} is finished: {total['documents']:,} documents, {total['tokens']:,} tokens"
     advice = "when all parts are: the same command with --join for --part"

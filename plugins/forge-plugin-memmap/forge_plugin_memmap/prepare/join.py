@@ -98,7 +98,7 @@ def join(settings: Settings, console: Console) -> tuple[Mapping[str, Any], str]:
         manifest = finished_manifest(output, arguments, inputs)
         if manifest is not None:
             # A process may have died before it removed all
-            _remove(output, [part_folder(output, part) for part in _found(output)])
+            _remove(output, [part_folder(output, part) for part in parts_in(output)])
             return manifest, ""
         parts = _finished_parts(settings, arguments, inputs)
         _demand_whole(parts, settings.workers)
@@ -130,7 +130,7 @@ def _remove(output: Path, folders: Iterable[Path]) -> None:
 # --- which parts there are ---------------------------------------------------------------------------------------
 
 
-def _found(output: Path) -> list[Part]:
+def parts_in(output: Path) -> list[Part]:
     """Returns the parts of which there are folders, in order."""
     parts = (Part.of_folder(path.name) for path in (output / PARTS).glob("*"))
     return sorted((part for part in parts if part), key=lambda part: (part.count, part.number))
@@ -141,7 +141,7 @@ def _finished_parts(
 ) -> list[FinishedPart]:
     """Returns all parts, in order; a `JobError` names each that is missing, unfinished or of other arguments."""
     output = settings.output
-    found = _found(output)
+    found = parts_in(output)
     counts = sorted({part.count for part in found})
     if not counts:
         raise JobError(f"--join: {output / PARTS} has no parts; run the command with --part 1/N to N/N first")

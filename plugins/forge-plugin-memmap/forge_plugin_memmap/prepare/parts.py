@@ -50,11 +50,17 @@ def part_folder(output: Path, part: Part) -> Path:
     return output / PARTS / part.folder
 
 
-def prepare_part(settings: Settings, part: Part, console: Console) -> tuple[Mapping[str, Any], str]:
+def demand_no_other_work(output: Path) -> None:
+    """Raises `JobError` if the output folder was begun without parts, or is being joined."""
+    if (output / UNFINISHED).exists():
+        raise JobError(f"{output} is at work without --part, or with --join; finish that, or give another --out")
+
+
+def prepare_part(settings: Settings, part: Part, console: Console) -> tuple[Mapping[str, Any] | None, str]:
     """Do a part, or continue to.
 
     Returns:
-        Its record, and the time and speed, empty if it was finished before.
+        Its record, or None if the folder of all parts is finished; and the time and speed, empty if it was done before.
 
     Raises:
         JobError: it was begun with other arguments, the input is invalid, or the tokenizer is not made yet.
@@ -62,13 +68,14 @@ def prepare_part(settings: Settings, part: Part, console: Console) -> tuple[Mapp
     """
     output, inputs = settings.output, settings.identities()
     folder, arguments = part_folder(output, part), part_arguments(settings.arguments(), part)
+    # An array that is queued again, after its join was killed or has finished, has nothing to do, and must not stop
+    # what depends on it
     if (output / UNFINISHED).exists():
-        # An array that is queued again, as its join was killed, has nothing to do, and must not stop the join
         if (record := finished_part(folder, arguments, inputs)) is not None:
             return record, ""
-        raise JobError(f"{output} is at work without --part, or with --join; finish that, or give another --out")
+        demand_no_other_work(output)
     if finished_manifest(output, settings.arguments(), inputs) is not None:
-        raise JobError(f"{output} is finished, with all its parts; give another --out")
+        return None, ""
     is_begun = (folder / UNFINISHED).exists() or (folder / PART).exists()
     # Before the folder is made, as a tokenizer that is still to be trained is refused
     built = None if is_begun else build_tokenizer(settings.tokenizer, no_documents)
