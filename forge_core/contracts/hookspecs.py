@@ -63,7 +63,11 @@ class ForgeHooks:
     def forge_build_optimizer(
         self, component: components.OptimizerComponent, context: BuildContext, parameters: NamedParameters
     ) -> torch.optim.Optimizer | None:
-        """Build the optimizer over the materialised, sharded model."""
+        """Build the optimizer over the materialised, sharded model.
+
+        A wrapper that multiplies settings of a group states by what in its key `factors`, as in `{"lr": 0.25}`: the
+        engine multiplies what `[[optimizer.groups]]` sets for its parameters, too.
+        """
 
     @hookspec(firstresult=True)
     def forge_build_scheduler(self, component: components.SchedulerComponent, context: BuildContext) -> Schedule | None:

@@ -65,28 +65,29 @@ def _divide(number: int, group: Group, tables: Sequence[ParameterGroup], names: 
     """The parts of a group: first the part without a table, then one per table. Their key `match` identifies them."""
     # A rank of a pipeline may hold a tied parameter by its other name alone.
     known_as = [names.get(name, (name,)) for name in group["names"]]
-    chosen = [next((n for n, table in enumerate(tables) if fits(each, [table.match])), -1) for each in known_as]
+    chosen = [next((n for n, table in enumerate(tables, 1) if fits(each, table.match)), 0) for each in known_as]
     matches = [f"{number}", *(f"{number} {table.match}" for table in tables)]
     for place, settings in enumerate([{}, *(table.values() for table in tables)]):
         # Empty parts too: ranks of a pipeline have other parameters, and must have the same groups in a checkpoint.
-        own = [index for index, choice in enumerate(chosen) if choice == place - 1]
+        own = [index for index, choice in enumerate(chosen) if choice == place]
         part = {key: [group[key][index] for index in own] for key in ("params", "names")}
-        known = {key: value for key, value in settings.items() if key in group}
-        yield group | part | known | {"match": matches[place]}
+        # A plugin that has multiplied the optimizer's settings multiplies what a table sets in their place, too.
+        scaled = {key: value * group.get("factors", {}).get(key, 1) for key, value in settings.items() if key in group}
+        yield group | part | scaled | {"match": matches[place]}
 
 
 def _problems(tables: Sequence[ParameterGroup], groups: Sequence[Group], names: Names) -> Iterator[Problem]:
     """Patterns that fit no parameter, and settings that no group of a table's parameters has."""
     all_names = [name for names_ in names.values() for name in names_]
     for number, table in enumerate(tables):
-        path, match = f"optimizer.groups.{number}", [table.match]
-        if not fits(all_names, match):
+        path = f"optimizer.groups.{number}"
+        if not fits(all_names, table.match):
             yield Problem(
                 f"{path}.match",
                 f"{table.match!r} fits no parameter of the model{did_you_mean(table.match, all_names)}",
             )
-        fitting = [group for group in groups if any(fits(names.get(n, (n,)), match) for n in group["names"])]
-        known = {key for group in fitting for key in group} - {"params", "names", "param_names", "match"}
+        fitting = [group for group in groups if any(fits(names.get(n, (n,)), table.match) for n in group["names"])]
+        known = {key for group in fitting for key in group} - {"params", "names", "param_names", "match", "factors"}
         for key in table.values() if fitting else ():
             if key not in known:
                 table_path = path if key in ("lr", "weight_decay") else f"{path}.settings"
@@ -96,9 +97,9 @@ def _problems(tables: Sequence[ParameterGroup], groups: Sequence[Group], names: 
                 )
 
 
-def fits(names: Iterable[str], patterns: Iterable[str]) -> bool:
-    """Whether a pattern fits one of the names."""
-    return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
+def fits(names: Iterable[str], pattern: str) -> bool:
+    """Whether the pattern fits one of the names."""
+    return any(fnmatchcase(name, pattern) for name in names)
 
 
 class Rates:
@@ -111,9 +112,9 @@ class Rates:
         self._schedule: Schedule = context.build(job.scheduler)
         # A field of the optimizer component that is a schedule goes into the groups' key of the same name.
         self._scheduled = {
-            field.name: context.build(value)
-            for field in attrs.fields(type(job.optimizer))
-            if isinstance(value := getattr(job.optimizer, field.name), SchedulerComponent)
+            name: context.build(value)
+            for name, value in attrs.asdict(job.optimizer, recurse=False).items()
+            if isinstance(value, SchedulerComponent)
         }
         for name in self._scheduled:
             if not any(name in group for group in self._groups):

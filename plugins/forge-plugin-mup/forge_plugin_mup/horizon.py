@@ -31,6 +31,14 @@ class Horizon:
         """Length of a step, k, as a part of the run and relative to the base: fewer steps have to go as far."""
         return self.batch / self.tokens
 
+    @property
+    def factors(self) -> dict[str, float]:
+        """Factors on settings of AdamW, by their names in its groups."""
+        root = math.sqrt(self.time)
+        # The product of rate and decay is what a step takes away. Epsilon follows the noise of gradients, which depends
+        # on the batch alone
+        return {"lr": root, "weight_decay": root, "eps": 1 / math.sqrt(self.batch)}
+
     def applied(self, group: dict[str, Any]) -> dict[str, Any]:
         """Returns a parameter group of an AdamW with the settings for this run.
 
@@ -40,15 +48,8 @@ class Horizon:
         """
         if self == Horizon():
             return group
-        root = math.sqrt(self.time)
-        return group | {
-            "lr": group["lr"] * root,
-            # Their product is what a step takes away
-            "weight_decay": group["weight_decay"] * root,
-            "betas": tuple(1 - self.time * (1 - beta) for beta in group["betas"]),
-            # As the noise of gradients, which depends on the batch alone
-            "eps": group["eps"] / math.sqrt(self.batch),
-        }
+        scaled = {key: group[key] * factor for key, factor in self.factors.items()}
+        return group | scaled | {"betas": tuple(1 - self.time * (1 - beta) for beta in group["betas"])}
 
     def problems(self, job: Job) -> Iterator[Problem]:
         """Yields why a job cannot have these rules."""

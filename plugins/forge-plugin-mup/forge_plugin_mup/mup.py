@@ -42,8 +42,8 @@ class MuP(Plugin):
 
     The job is written as for the base model, but for its `[model]`. Factors on logits, on attention scores and on what
     a block adds to the residual stream are absorbed by initial values, rates and epsilon, with which training is the
-    same; so the model has no further operation, and exports and generation are as without the plugin. What
-    `[[optimizer.groups]]` sets is taken as it is written.
+    same; so the model has no further operation, and exports and generation are as without the plugin.
+    `[[optimizer.groups]]` is the base's too: rate, decay and epsilon in a table have the factors of their parameters.
     """
 
     parametrization: Literal["mup", "complete_p", "u_mup"] = "complete_p"
@@ -117,7 +117,7 @@ class MuP(Plugin):
         optimizer = yield
         # Before the core divides groups by `[[optimizer.groups]]` and reads the base rates
         factors, horizon = self.factors(context.job), self.horizon(context.job)
-        groups = [horizon.applied(group) for group in optimizer.param_groups]
+        groups = [horizon.applied(group) | {"factors": horizon.factors} for group in optimizer.param_groups]
         optimizer.param_groups[:] = [part for group in groups for part in divided(group, factors)]
         return optimizer
 
@@ -191,5 +191,8 @@ def divided(group: dict[str, Any], factors: Mapping[str, Factors]) -> Iterator[d
     for wanted in [plain, *sorted({*own.values()} - {plain})]:
         places = [index for index, name in enumerate(group["names"]) if own.get(name, plain) == wanted]
         part = {key: [group[key][index] for index in places] for key in ("params", "names")}
-        scaled = dict(zip(("lr", "weight_decay", "eps"), wanted, strict=True))
-        yield group | part | {key: group[key] * factor for key, factor in scaled.items() if key in group}
+        relative = dict(zip(("lr", "weight_decay", "eps"), wanted, strict=True))
+        scaled = {key: group[key] * factor for key, factor in relative.items() if key in group}
+        # `[[optimizer.groups]]` is written for the base as well: the engine multiplies its values by these factors
+        both = {key: group["factors"].get(key, 1.0) * factor for key, factor in relative.items()}
+        yield group | part | scaled | {"factors": both}

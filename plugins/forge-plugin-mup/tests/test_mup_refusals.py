@@ -11,13 +11,11 @@ import pytest
 from attrs import frozen
 from torch import nn
 
-from forge_core.contracts.components import OptimizerComponent, ParameterGroup
-from forge_plugin_adamw import AdamW
+from forge_core.contracts.components import OptimizerComponent
 from forge_plugin_mup import MuP
 from forge_plugin_transformer import GroupedQueryAttention, HyperConnections, RMSNorm, Transformer
 from forge_testing import TinyModel, tiny_job
 from forge_testing.catalogs import installed
-from forge_testing.curves import Training
 from forge_testing.refusals import at, check_problems, problems_of
 from forge_testing.tiny_model import TinyNetwork
 
@@ -116,15 +114,3 @@ def test_what_has_no_effect_on_the_factors_is_accepted(tmp_path: Path) -> None:
     normed = attrs.evolve(MODEL, attention=attrs.evolve(qk_normed(qk_norm_gain=False), heads=4))
     for model, base in ((tied, {**BASE, "logit_scale": 1.0}), (normed, BASE)):
         check_problems(problems_of(tiny_job(str(tmp_path), installed(), model=model, plugins={"mup": MuP(base=base)})))
-
-
-def test_a_rate_in_a_table_of_groups_is_taken_as_written(tmp_path: Path) -> None:
-    table = (ParameterGroup(match="layers.1.ffn.up.weight", lr=0.5),)
-    job = tiny_job(
-        str(tmp_path), installed(), model=MODEL, optimizer=AdamW(lr=1e-2, groups=table), plugins={"mup": MuP(base=BASE)}
-    )
-    with Training.of(job) as training:
-        rates = {name: group["lr"] for group in training.run.optimizer.param_groups for name in group["names"]}
-    assert rates["layers.1.ffn.up.weight"] == 0.5
-    assert rates["layers.2.ffn.up.weight"] == pytest.approx(1e-2 / 4)
-    assert rates["embedding.weight"] == 1e-2

@@ -74,11 +74,23 @@ def test_updates_of_muon_keep_the_norm_of_the_spectral_condition(place: Place, s
 
 
 def test_every_rank_of_a_pipeline_has_the_same_groups() -> None:
-    """Also those of which it holds no parameter; the first has the rate as written, which is the one that is logged."""
+    """Also those of which it holds no parameter; the first has the rate as written, which is the one that is logged.
+
+    Factors that the group had before, such as those of the batch, are kept in what its tables are multiplied by.
+    """
     wanted = {"a": Factors(), "b": Factors(rate=0.5, decay=2.0, epsilon=0.25)}
     group = {"params": [1], "names": ["b"], "lr": 1.0, "weight_decay": 0.1, "eps": 1e-8, "betas": (0.9, 0.95)}
+    before = {"lr": 3.0, "weight_decay": 1.0, "eps": 1.0}
     rest = {"betas": (0.9, 0.95)}
-    assert list(divided(group, wanted)) == [
-        {"params": [], "names": [], "lr": 1.0, "weight_decay": 0.1, "eps": 1e-8, **rest},
-        {"params": [1], "names": ["b"], "lr": 0.5, "weight_decay": 0.2, "eps": 0.25e-8, **rest},
+    unchanged = {"lr": 1.0, "weight_decay": 0.1, "eps": 1e-8, "factors": before}
+    scaled = {"lr": 0.5, "weight_decay": 0.2, "eps": 0.25e-8}
+    assert list(divided(group | {"factors": before}, wanted)) == [
+        {"params": [], "names": [], **unchanged, **rest},
+        {
+            "params": [1],
+            "names": ["b"],
+            **scaled,
+            "factors": {"lr": 1.5, "weight_decay": 2.0, "eps": 0.25},
+            **rest,
+        },
     ]

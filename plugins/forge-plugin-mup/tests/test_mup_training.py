@@ -132,6 +132,36 @@ def first_gradients(job: Any) -> dict[str, float]:
     return {name: sum(values) / len(values) for name, values in found.items()}
 
 
+def test_tables_of_groups_are_of_the_base(tmp_path: Path) -> None:
+    """Three times the base's settings in a table are three times the settings here, whatever factors they have."""
+    optimizer = AdamW(lr=RATE, weight_decay=DECAY, eps=1e-8)
+    three = {"lr": 3 * RATE, "settings": {"eps": 3e-8}}
+    tables = (
+        ParameterGroup(match="embedding.*", **three),
+        # No norm, bias or embedding: these have no decay of which three times could be taken
+        ParameterGroup(match="head.*", weight_decay=3 * DECAY, **three),
+        ParameterGroup(match="layers.3.*.down.*", weight_decay=3 * DECAY, **three),
+    )
+    # Both the sizes and the batch, four times the base's, put factors on them
+    plugins = {"mup": MuP(base=BASE, base_batch_tokens=32)}
+    plain = settings(job_of(tmp_path, DENSE, optimizer, plugins))
+    found = settings(job_of(tmp_path, DENSE, attrs.evolve(optimizer, groups=tables), plugins))
+    named = {name for name in plain if name.startswith(("embedding.", "head.", "layers.3.ffn.down."))}
+    assert len(named) == 3
+    for name, values in plain.items():
+        factor = 3 if name in named else 1
+        assert found[name] == pytest.approx([factor * value for value in values], rel=1e-12), name
+    assert found["head.weight"][0] == pytest.approx(3 * RATE * 2 / WIDTH)  # 2 is the root of the batch
+
+
+def settings(job: Any) -> dict[str, list[float]]:
+    """Rate, decay and epsilon of each parameter."""
+    with Training.of(job) as training:
+        groups = training.run.optimizer.param_groups
+        keys = ("lr", "weight_decay", "eps")
+        return {name: [group[key] for key in keys] for group in groups for name in group["names"]}
+
+
 EXPERTS = attrs.evolve(DENSE, ffn=MoE(experts=4, hidden=16, router=SoftmaxTopK(top_k=2), shared_experts=1))
 JOBS: Mapping[str, tuple[Any, MuP]] = {
     "dense": (DENSE, MuP(base=BASE)),
