@@ -1,10 +1,10 @@
-"""Which documents a step removed or changed, and the record of those that were removed."""
+"""Which documents a step removed or changed, and the records of them."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -17,27 +17,32 @@ ORIGIN = "origin"
 """Key of the place where a document was first read: `file`, and `byte` of its line, decompressed, or its `row`."""
 REASON = "filter_reason"
 """Key of a document's metadata in which datatrove's filters leave their reason."""
+CHANGED = "changed"
+"""Folder, next to the one of removed documents, of records of those from which a step has cut ranges."""
+RANGES = "removed_ranges"
+"""Key of a document's metadata in which a step leaves what it cut out: begin and end in characters."""
 
 
-class RemovedDocuments:
-    """The record of one step in one rank, which is open for writing."""
+class Records:
+    """A file of records of one step in one rank, which is open for writing."""
 
     def __init__(self, file: BinaryIO, stage: str, step: str) -> None:
         self._file = file
         self._head = {"stage": stage, "step": step}
 
-    def add(self, id_: str, origin: Mapping[str, Any], reason: str, **more: Any) -> None:
+    def add(self, id_: str, origin: Mapping[str, Any], reason: str = "", **more: Any) -> None:
         """Writes a line about a document.
 
         Args:
             id_: its id.
             origin: where it was read.
-            reason: datatrove's, such as `gopher_short_doc`.
+            reason: datatrove's, such as `gopher_short_doc`, of a removed one.
             more: further facts; empty ones are left out.
         """
         # 0 is a number of a cluster, and stays
         facts = {key: value for key, value in more.items() if value not in ("", None)}
-        line = {"id": id_, **self._head, "reason": reason, "origin": origin, **facts}
+        why = {"reason": reason} if reason else {}
+        line = {"id": id_, **self._head, **why, "origin": origin, **facts}
         self._file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
 
 
@@ -52,12 +57,17 @@ class Removals:
     step: str
 
     @contextmanager
-    def opened(self, rank: int) -> Iterator[RemovedDocuments]:
-        """The record of a rank, which replaces what an earlier process has written and not finished."""
-        folder = Path(self.folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / f"{rank:05}-{self.number}-{self.step}.jsonl").open("wb") as file:
-            yield RemovedDocuments(file, self.stage, self.step)
+    def opened(self, rank: int, folder: str = "") -> Iterator[Records]:
+        """The records of a rank, which replace what an earlier process has written and not finished.
+
+        Args:
+            rank: of the task.
+            folder: a name next to the folder of removed documents, for records of others.
+        """
+        place = Path(self.folder).with_name(folder) if folder else Path(self.folder)
+        place.mkdir(parents=True, exist_ok=True)
+        with (place / f"{rank:05}-{self.number}-{self.step}.jsonl").open("wb") as file:
+            yield Records(file, self.stage, self.step)
 
 
 class _Reasons:
@@ -103,7 +113,7 @@ class Accounted(PipelineStep):  # type: ignore[misc]  # datatrove has no types
         """Yields what the step keeps."""
         # Documents that went in and have not come out, with their texts before the step
         waiting: deque[tuple[Document, str]] = deque()
-        with self.removals.opened(rank) as removed:
+        with self.removals.opened(rank) as removed, self._changes(rank) as changed:
             for document in self.step.run(_noted(data, waiting), rank, world_size):
                 # By identity: ids and texts of two documents may be equal
                 while waiting[0][0] is not document:
@@ -114,12 +124,18 @@ class Accounted(PipelineStep):  # type: ignore[misc]  # datatrove has no types
                     self.stat_update("changed")
                     self.stat_update("characters removed", value=len(before) - len(document.text))
                 document.metadata.pop(REASON, None)
+                if changed and (ranges := document.metadata.pop(RANGES, None)):
+                    changed.add(document.id, document.metadata[ORIGIN], **{RANGES: ranges})
                 yield document
             # The step has ended, so nothing more comes out
             for document, before in waiting:
                 self._remove(document, before, removed)
 
-    def _remove(self, document: Document, before: str, removed: RemovedDocuments) -> None:
+    def _changes(self, rank: int) -> AbstractContextManager[Records | None]:
+        # Only of steps that leave ranges in documents; texts before and after would be as large as the documents
+        return self.removals.opened(rank, CHANGED) if getattr(self.step, "leaves_ranges", False) else nullcontext()
+
+    def _remove(self, document: Document, before: str, removed: Records) -> None:
         metadata = document.metadata
         reason = metadata.get(REASON) or self.reason
         self.stat_update("documents", "removed", f"reason: {reason}")

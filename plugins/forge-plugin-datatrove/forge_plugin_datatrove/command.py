@@ -41,11 +41,11 @@ def filter_documents(argv: list[str]) -> int:
 
 
 def deduplicate(argv: list[str]) -> int:
-    """Remove duplicates: MinHash, exact, sentences or a Bloom filter.
+    """Remove duplicate documents, sentences or passages.
 
-    The method is the table [dedup]. It reads what data filter has kept, if the file has filters, or else the inputs.
-    The memory of the phase that merges signatures, and of the one that makes clusters, is estimated before each starts
-    and compared with the machine's.
+    The method is the table [dedup]: minhash, exact, sentences, bloom or substrings. It reads what data filter has kept, if the file has filters, or else the inputs.
+    The memory of phases that merge signatures, make clusters or sort passages is estimated before each starts, and
+    compared with the machine's.
     """
     parser = _parser("dedup", deduplicate)
     with_examples(parser, "forge-run data dedup clean.toml", "forge-run data dedup clean.toml --json")

@@ -1,15 +1,20 @@
-"""The work of `data dedup`: MinHash, exact, by sentences, or by a Bloom filter, each by datatrove's own stages."""
+"""The work of `data dedup`: by MinHash, texts, sentences, passages or a Bloom filter, by datatrove's own stages."""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from attrs import define, frozen
 from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 from datatrove.pipeline.dedup import (
+    ESDatasetToSequence,
+    ESMergeSequences,
+    ESRangeRemover,
     ExactDedupConfig,
     ExactDedupFilter,
     ExactDedupSignature,
@@ -29,25 +34,42 @@ from datatrove.pipeline.dedup.bloom_filter import BloomFilterConfig
 from datatrove.utils.hashing import HashConfig
 from datatrove.utils.typeshelper import Languages
 
+from forge_core.config.tree import Node
 from forge_core.contracts.errors import Problem, did_you_mean
-from forge_plugin_datatrove.accounting import Accounted
+from forge_plugin_datatrove.accounting import RANGES, Accounted
 from forge_plugin_datatrove.execution import WORK, Phase, Work, document_writer, statistics_of
 from forge_plugin_datatrove.filtering import common_arguments, counts, plain_option, reader, removals, source_inputs
 from forge_plugin_datatrove.hashes import demand_hashes
-from forge_plugin_datatrove.memory import MemoryGuard, Need, demand_room
+from forge_plugin_datatrove.memory import (
+    MemoryGuard,
+    Need,
+    clusters_need,
+    demand_room,
+    sequences_need,
+    signatures_need,
+)
 from forge_plugin_datatrove.options import placed, read_options
 from forge_plugin_datatrove.steps import demand
+from forge_plugin_datatrove.substrings import (
+    RepeatedRanges,
+    Repeats,
+    SubstringRemover,
+    tokenizer_fault,
+    tokenizer_identity,
+)
 from forge_plugin_datatrove.table import Table
 
 SIMILARITIES = (0.5, 0.6, 0.7, 0.8, 0.9)
 """Of pairs whose chance of being found is printed."""
 GIVEN = (
     *("index_folder", "output_folder", "only_dedup_in_index"),
-    *("content_getter", "document_priority", "expected_elements"),
+    *("content_getter", "document_priority", "expected_elements", "sequence_folder"),
 )
 """Parameters that a table does not have: an index of another corpus, functions, and one that leads astray."""
-POSITIVE = frozenset({"n_grams", "n_sentences", "num_buckets", "hashes_per_bucket", "workers_per_bucket"})
+POSITIVE = frozenset({"n_grams", "n_sentences", "num_buckets", "hashes_per_bucket", "workers_per_bucket", "min_tokens"})
 """Options that are at least 1: datatrove fails with others, or finds nothing."""
+TOKENIZER = "tokenizer_name_or_path"
+"""Option of datatrove's steps that make tokens."""
 SAME_RESULT = frozenset({"lines_to_buffer"})
 """Options that change speed and memory alone: a command continues with another value."""
 
@@ -85,19 +107,16 @@ class Build:
     keep: Callable[..., list[PipelineStep]]
     """Returns the steps that record what a step removes, and write what it keeps."""
 
-    def guard(self, phase: str, kind: str, workers: int, lines: int, line_bytes: int) -> MemoryGuard:
+    def guard(self, phase: str, need: Callable[..., Need], *arguments: Any) -> MemoryGuard:
         """The step that compares a phase's memory with the machine's."""
-        folders = {"signatures": self.work("signatures"), "pairs": self.work("pairs")}
-        return MemoryGuard(
-            phase=phase,
-            kind=kind,
-            # A task of SLURM has its own control group
-            workers=1 if self.table.cleaning.slurm else min(self.table.workers(), workers),
-            lines=lines,
-            line_bytes=line_bytes,
-            limit_gb=self.table.cleaning.memory_gb,
-            **folders,
-        )
+        # A partial function, and no other, can be given to processes of the pool
+        return MemoryGuard(phase=phase, need=partial(need, *arguments), limit_gb=self.table.cleaning.memory_gb)
+
+    def merging(self, phase: str, tasks: int, lines: int, line_bytes: int) -> MemoryGuard:
+        """`guard` of a phase of several tasks that merge signatures."""
+        # A task of SLURM has its own control group
+        workers = 1 if self.table.cleaning.slurm else min(self.table.workers(), tasks)
+        return self.guard(phase, signatures_need, self.work("signatures"), lines, line_bytes, workers)
 
 
 def minhash(build: Build, options: Sequence[Mapping[str, Any]]) -> list[Phase]:
@@ -115,8 +134,8 @@ def minhash(build: Build, options: Sequence[Mapping[str, Any]]) -> list[Phase]:
     finders = config.num_buckets * buckets.workers_per_bucket
     return [
         Phase("1-signatures", [build.read(), MinhashDedupSignature(signatures, config=config, **words)], tasks),
-        Phase("2-buckets", [build.guard("2-buckets", "merging", finders, lines, line_bytes), find], finders),
-        Phase("3-clusters", [build.guard("3-clusters", "clustering", 1, lines, line_bytes), join], 1),
+        Phase("2-buckets", [build.merging("2-buckets", finders, lines, line_bytes), find], finders),
+        Phase("3-clusters", [build.guard("3-clusters", clusters_need, signatures, pairs, line_bytes), join], 1),
         Phase("4-filter", [build.read(), *build.keep(remove, ["minhash_cluster_id"])], tasks),
     ]
 
@@ -134,7 +153,7 @@ def exact(build: Build, options: Sequence[Mapping[str, Any]]) -> list[Phase]:
     lines = Merging(**merging_options).lines_to_buffer
     signatures, pairs = map(build.work, ("signatures", "pairs"))
     find = ExactFindDedups(signatures, pairs, config=config, lines_to_buffer=lines)
-    guard = build.guard("2-find", "merging", 1, lines, struct.calcsize(f"<{config.hash_config.struct_format}HI"))
+    guard = build.merging("2-find", 1, lines, struct.calcsize(f"<{config.hash_config.struct_format}HI"))
     tasks = build.table.cleaning.tasks
     return [
         Phase("1-signatures", [build.read(), ExactDedupSignature(signatures, config=config)], tasks),
@@ -150,7 +169,7 @@ def sentences(build: Build, options: Sequence[Mapping[str, Any]]) -> list[Phase]
     lines = Merging(**merging_options).lines_to_buffer
     signatures, pairs = map(build.work, ("signatures", "pairs"))
     find = SentenceFindDedups(signatures, pairs, config=config, lines_to_buffer=lines)
-    guard = build.guard("2-find", "merging", 1, lines, struct.calcsize(f"<{config.hash_config.struct_format}IH"))
+    guard = build.merging("2-find", 1, lines, struct.calcsize(f"<{config.hash_config.struct_format}IH"))
     tasks = build.table.cleaning.tasks
     return [
         Phase("1-signatures", [build.read(), SentenceDedupSignature(signatures, config=config, **words)], tasks),
@@ -171,6 +190,22 @@ def bloom(build: Build, options: Sequence[Mapping[str, Any]]) -> list[Phase]:
     return [Phase("1-filter", [build.read(), *build.keep(step)], 1)]
 
 
+def substrings(build: Build, options: Sequence[Mapping[str, Any]]) -> list[Phase]:
+    """Exact substrings: passages of tokens that occur more than once are cut out; the rest may be too short."""
+    removing, repeats = options
+    sequences, tasks = build.work("sequences"), build.table.cleaning.tasks
+    write = ESDatasetToSequence(sequences, removing["tokenizer_name_or_path"])
+    guard = build.guard("2-ranges", sequences_need, sequences)
+    merge = ESMergeSequences(sequences, tasks_stage_1=tasks)
+    find = RepeatedRanges(sequences, Repeats(**repeats))
+    remove = SubstringRemover(sequences, **removing)
+    return [
+        Phase("1-sequences", [build.read(), write], tasks),
+        Phase("2-ranges", [guard, merge, find], 1),
+        Phase("3-filter", [build.read(), *build.keep(remove, [RANGES])], tasks),
+    ]
+
+
 @frozen
 class Method:
     """A type of `[dedup]`."""
@@ -185,6 +220,7 @@ METHODS: Mapping[str, Method] = {
     "exact": Method(exact, (HashConfig, Merging)),
     "sentences": Method(sentences, (SentDedupConfig, Words, Merging)),
     "bloom": Method(bloom, (BloomFilterConfig, Words)),
+    "substrings": Method(substrings, (ESRangeRemover, Repeats)),
 }
 
 
@@ -205,7 +241,7 @@ def dedup_work(table: Table) -> Work:
     options, problems = read_options(node, method.targets, GIVEN, table.catalog)
     # First types, then values, as a rule on a number cannot look at a text
     demand([*placed(problems, "dedup")])
-    demand([*_wrong_values(node, type_)])
+    demand([*_wrong_values(node, type_, table.cleaning.download)])
     source, folder = table.source_of("dedup"), table.folder("dedup")
     inputs = source_inputs(table, source)
 
@@ -217,12 +253,14 @@ def dedup_work(table: Table) -> Work:
         table, lambda name: table.place("dedup", WORK, name), lambda: reader(table, source, inputs, folder), keep
     )
     stated = {key: plain_option(value) for part in options for key, value in part.items() if key not in SAME_RESULT}
+    if type_ == "substrings":
+        stated |= tokenizer_identity(stated[TOKENIZER])
     arguments = common_arguments(table) | {"type": type_, **stated}
     phases = method.phases(build, options)
     return Work(name="dedup", folder=folder, inputs=inputs, arguments=arguments, phases=phases)
 
 
-def _wrong_values(node: Any, type_: str) -> Iterator[Problem]:
+def _wrong_values(node: Node, type_: str, download: bool) -> Iterator[Problem]:
     """Yields values that datatrove takes and fails with, or that give a wrong result."""
     for key, child in node.value.items():
         value, origin = child.value, str(child.origin)
@@ -232,9 +270,27 @@ def _wrong_values(node: Any, type_: str) -> Iterator[Problem]:
             yield Problem(f"dedup.{key}", f"{value}, but must be at least 1", origin)
     if type_ == "bloom":
         yield from _wrong_bloom(node)
+    if type_ == "substrings":
+        yield from _wrong_tokenizer(node, download)
 
 
-def _wrong_bloom(node: Any) -> Iterator[Problem]:
+def _wrong_tokenizer(node: Node, download: bool) -> Iterator[Problem]:
+    """Yields why the tokens of a table's tokenizer cannot be compared."""
+    stated = node.value.get(TOKENIZER)
+    if stated is None:
+        message = "required key is missing: the path of a byte-level tokenizer.json, in whose tokens texts are compared"
+        yield Problem(f"dedup.{TOKENIZER}", message, str(node.origin))
+        return
+    fault = ""
+    if not Path(stated.value).is_file() and not download:
+        fault = (
+            f"would fetch {stated.value!r}, which is no file here; put the file there, or allow it by download = true"
+        )
+    if fault := fault or tokenizer_fault(stated.value):
+        yield Problem(f"dedup.{TOKENIZER}", fault, str(stated.origin))
+
+
+def _wrong_bloom(node: Node) -> Iterator[Problem]:
     """Yields options with which datatrove's Bloom filter removes documents that nothing is equal to."""
     # `hash & m_bytes` is the number of a bit: of a power of two, only two numbers are left
     if (size := node.value["m_bytes"]).value & (size.value + 1):

@@ -7,12 +7,12 @@ are upper bounds, which the tests compare with what datatrove's steps take.
 from __future__ import annotations
 
 import resource
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
-from attrs import define, field, frozen
-from attrs.validators import in_
+from attrs import define, frozen
 from datatrove.pipeline.base import PipelineStep
 
 from forge_core.contracts.errors import JobError
@@ -23,6 +23,12 @@ FILE = 10_000
 """Bytes for each open file of signatures, in addition to the signatures that are read at a time."""
 NODE = 280
 """Bytes for each document that has a duplicate, when clusters are made: its place in two dictionaries and a list."""
+SUFFIXES, WIDE_SUFFIXES = 9, 15
+"""Bytes for each byte of a sequence whose repeated passages are found, in the worst case, where all of it repeats."""
+CHUNKS = 3 * 10**7
+"""Bytes of parts that are looked at together."""
+MOST_SEQUENCE = 2**32 - 2**10
+"""Bytes of a sequence whose offsets datatrove can write."""
 SPARE_FILES = 64
 """Further files that a process has open."""
 
@@ -104,6 +110,55 @@ def clustering_need(pairs: int, documents: int) -> Need:
     )
 
 
+def suffixes_need(size: int) -> Need:
+    """Returns what the task needs that finds repeated passages in a sequence of `size` bytes.
+
+    Raises:
+        JobError: datatrove's offsets cannot have such a size.
+    """
+    if size > MOST_SEQUENCE:
+        raise JobError(
+            f"dedup: the documents have {size / GB:.3g} GB of tokens, and datatrove's offsets of 32 bits end at "
+            f"{MOST_SEQUENCE / GB:.3g} GB; divide the inputs, or use a tokenizer that makes fewer tokens"
+        )
+    # The suffix array has numbers of 4 bytes up to 2 GiB, and of 8 above, for each byte
+    each = SUFFIXES if size < 1 << 31 else WIDE_SUFFIXES
+    return Need(
+        bytes=size * each + CHUNKS,
+        files=1,
+        why=f"a suffix array of {size / 1e6:,.3g} MB of tokens: {each} bytes for each, all in one task",
+        fix="divide the inputs, or use a tokenizer that makes fewer tokens",
+    )
+
+
+def signatures_need(signatures: str, lines: int, line_bytes: int, workers: int) -> Need:
+    """Returns what a phase needs that merges the signatures in the folders of a folder; see `merging_need`."""
+    # Buckets have as many signatures each, but files of a rank may be empty
+    return max(
+        (merging_need(len(sizes), sum(sizes), lines, line_bytes, workers) for sizes in _sizes(signatures)),
+        key=lambda need: need.bytes,
+        default=merging_need(0, 0, lines, line_bytes, workers),
+    )
+
+
+def clusters_need(signatures: str, pairs: str, line_bytes: int) -> Need:
+    """Returns what the phase needs that makes clusters of the pairs in a folder; see `clustering_need`."""
+    # 4 numbers of 4 bytes for each pair
+    count = sum(path.stat().st_size for path in Path(pairs).glob("*.dups")) // 16
+    bucket = next(iter(_sizes(signatures)), [])
+    return clustering_need(count, sum(bucket) // line_bytes)
+
+
+def sequences_need(sequences: str) -> Need:
+    """Returns what the phase needs that finds repeated passages in the sequences of a folder."""
+    return suffixes_need(sum(path.stat().st_size for path in Path(sequences).glob("*.es_sequence")))
+
+
+def _sizes(folder: str) -> list[list[int]]:
+    folders = sorted(path for path in Path(folder).iterdir() if path.is_dir())
+    return [[file.stat().st_size for file in each.iterdir()] for each in folders]
+
+
 @define(kw_only=True, slots=False, eq=False, repr=False)
 class MemoryGuard(PipelineStep):  # type: ignore[misc]  # datatrove has no types
     """First step of a phase that reads files of an earlier one: refuses it if they need more than the machine has.
@@ -112,15 +167,9 @@ class MemoryGuard(PipelineStep):  # type: ignore[misc]  # datatrove has no types
     """
 
     phase: str
-    kind: str = field(validator=in_(("merging", "clustering")))
-    signatures: str
-    """Folder of the signatures, with a folder for each task that merges some."""
-    workers: int
-    lines: int
-    line_bytes: int
+    need: Callable[[], Need]
+    """Returns what the phase needs, by the files that there are."""
     limit_gb: float
-    pairs: str = ""
-    """Folder of the pairs that were found; of `clustering`."""
 
     name = "memory"
     type = "check"
@@ -128,21 +177,6 @@ class MemoryGuard(PipelineStep):  # type: ignore[misc]  # datatrove has no types
     def __attrs_post_init__(self) -> None:
         """Makes the statistics that datatrove saves."""
         PipelineStep.__init__(self)
-
-    def need(self) -> Need:
-        """Returns what the phase needs, by the files that there are."""
-        folders = sorted(path for path in Path(self.signatures).iterdir() if path.is_dir())
-        sizes = [[file.stat().st_size for file in folder.iterdir()] for folder in folders]
-        if self.kind == "merging":
-            # Buckets have as many signatures each, but files of a rank may be empty
-            return max(
-                (merging_need(len(own), sum(own), self.lines, self.line_bytes, self.workers) for own in sizes),
-                key=lambda need: need.bytes,
-                default=merging_need(0, 0, self.lines, self.line_bytes, self.workers),
-            )
-        # 4 numbers of 4 bytes for each pair
-        pairs = sum(path.stat().st_size for path in Path(self.pairs).glob("*.dups")) // 16
-        return clustering_need(pairs, sum(sizes[0]) // self.line_bytes if sizes else 0)
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
         """Passes nothing on, which the steps of datatrove that read files demand."""

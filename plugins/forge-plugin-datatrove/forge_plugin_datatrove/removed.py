@@ -1,4 +1,4 @@
-"""What was removed: the records of all stages, by id."""
+"""What became of a document: the records of all stages, by id."""
 
 from __future__ import annotations
 
@@ -9,37 +9,40 @@ from typing import Any
 import orjson
 
 from forge_core.contracts.errors import JobError
-from forge_plugin_datatrove.accounting import ORIGIN
+from forge_plugin_datatrove.accounting import CHANGED, ORIGIN
 from forge_plugin_datatrove.table import DOCUMENTS, REMOVED, STAGES, SUMMARY, Table
 
 
-def removed_documents(table: Table) -> Iterator[Mapping[str, Any]]:
-    """Yields the records of removed documents of all stages that are finished, in the order of stages and files."""
+def records_of(table: Table, name: str = REMOVED) -> Iterator[Mapping[str, Any]]:
+    """Yields the records of a folder of all stages that are finished, in the order of stages and files."""
     for stage in STAGES:
         folder = table.folder(stage)
         if (folder / SUMMARY).is_file():
             # Read each time: records are searched seldom, and an index would be as large
-            for path in sorted((folder / REMOVED).glob("*.jsonl")):
+            for path in sorted((folder / name).glob("*.jsonl")):
                 with path.open("rb") as file:
                     yield from map(orjson.loads, file)
 
 
 def fate_of(table: Table, id_: str) -> dict[str, Any]:
-    """Returns what became of a document: why it was removed, or the file that has it.
+    """Returns what became of a document: why it was removed, or the file that has it, and what was cut out of it.
 
     Raises:
         JobError: no finished stage has met such an id.
     """
-    records = [record for record in removed_documents(table) if record["id"] == id_]
-    if records:
-        return {"id": id_, "removed": records}
+    removed, changed = (
+        [record for record in records_of(table, name) if record["id"] == id_] for name in (REMOVED, CHANGED)
+    )
+    cut = {"changed": changed} if changed else {}
+    if removed:
+        return {"id": id_, "removed": removed, **cut}
     kept = _kept(table, id_)
     if kept is None:
         done = [stage for stage in STAGES if (table.folder(stage) / SUMMARY).is_file()]
         raise JobError(
             f"--why {id_}: no document of this id in {table.output} ({', '.join(done) or 'no stage is finished'})"
         )
-    return {"id": id_, "kept": kept}
+    return {"id": id_, "kept": kept, **cut}
 
 
 def _kept(table: Table, id_: str) -> dict[str, Any] | None:

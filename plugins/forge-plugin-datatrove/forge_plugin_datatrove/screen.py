@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from forge_kit.tools.tables import columns
+from forge_plugin_datatrove.accounting import RANGES
 from forge_plugin_datatrove.table import DOCUMENTS, INPUTS, STAGES, SUMMARY, Table
 
 
@@ -73,10 +74,16 @@ def _statistics(summary: Mapping[str, Any], table: Table) -> Iterator[str]:
 
 def text_of_fate(fate: Mapping[str, Any]) -> str:
     """Returns what became of a document."""
-    if "kept" in fate:
-        kept = fate["kept"]
-        return f"kept: {kept['file']}:{kept['line']}, read from {_origin(kept['origin'])}"
-    return "\n".join(_removal(record) for record in fate["removed"])
+    lines = [_change(record) for record in fate.get("changed", ())]
+    lines += [_removal(record) for record in fate.get("removed", ())]
+    if kept := fate.get("kept"):
+        lines.append(f"kept: {kept['file']}:{kept['line']}, read from {_origin(kept['origin'])}")
+    return "\n".join(lines)
+
+
+def _change(record: Mapping[str, Any]) -> str:
+    ranges = ", ".join(f"{begin} to {end}" for begin, end in record[RANGES])
+    return f"changed by {record['stage']}, {record['step']}: without characters {ranges}"
 
 
 def _removal(record: Mapping[str, Any]) -> str:
