@@ -43,7 +43,8 @@ def filter_documents(argv: list[str]) -> int:
 def deduplicate(argv: list[str]) -> int:
     """Remove duplicate documents, sentences or passages.
 
-    The method is the table [dedup]: minhash, exact, sentences, bloom or substrings. It reads what data filter has kept, if the file has filters, or else the inputs.
+    The method is the table [dedup]: minhash, exact, sentences, bloom or substrings. It reads what data filter has kept,
+    if the file has filters, or else the inputs.
     The memory of phases that merge signatures, make clusters or sort passages is estimated before each starts, and
     compared with the machine's.
     """
