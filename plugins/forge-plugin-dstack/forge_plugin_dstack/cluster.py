@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from attrs import field, frozen
@@ -64,6 +65,14 @@ class DstackCluster(Cluster):
         from forge_plugin_dstack.vendor import gpu_counts
 
         return gpu_counts(self.resources)[0] or 1
+
+    @property
+    def storage_paths(self) -> Sequence[str]:
+        """Of volumes and copies."""
+        from forge_plugin_dstack.vendor import copies, mounts
+
+        placed = [os.path.join(self.working_dir, path) for path in copies(self.files)]
+        return [*mounts(self.volumes), *placed]
 
     def run_problems(self, job: Job) -> Iterable[Problem]:
         """Whether checkpoints outlive the nodes, and whether nodes have the paths of the job."""

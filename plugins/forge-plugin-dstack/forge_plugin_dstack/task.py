@@ -133,7 +133,7 @@ def _commands(cluster: DstackCluster, run: SubmittedRun) -> Iterator[str]:
 
 def run_problems(cluster: DstackCluster, job: Job) -> Iterator[Problem]:
     """Yields why checkpoints would not outlive the nodes, and which paths the nodes do not have."""
-    from forge_plugin_dstack.vendor import copies, mounts
+    from forge_plugin_dstack.vendor import mounts
 
     mounted = mounts(cluster.volumes)
     output = job.job.output
@@ -150,5 +150,4 @@ def run_problems(cluster: DstackCluster, job: Job) -> Iterator[Problem]:
     if cluster.spot_policy != "on-demand" and not job.checkpoint.interval and not job.checkpoint.interval_minutes:
         message = "spot instances may go without time to save, and this job saves only at its end; set interval_minutes"
         yield Problem("checkpoint.interval", message)
-    placed = [os.path.join(cluster.working_dir, path) for path in copies(cluster.files)]
-    yield from path_problems(job, [*mounted, *placed], _copied(cluster, Path.cwd()))
+    yield from path_problems(job, [*cluster.node_paths, *cluster.storage_paths], _copied(cluster, Path.cwd()))

@@ -89,3 +89,13 @@ def test_a_job_that_would_lose_its_checkpoints_is_refused(
     assert code == 2
     assert not lacks(err, *words)
     assert calls() == []
+
+
+def test_data_in_volumes_need_not_be_here(submit) -> None:
+    data = ("--data.tokenizer.type=bytes", "--data.sources=[{ type = 'text', path = '/data/web' }]")
+    Path("dstack.toml").write_text(HEAD + 'volumes = ["/nfs/runs:/runs"]\n')
+    code, _, err = submit(*data, "--print")
+    assert code == 2
+    assert "data.sources.0.path" in err
+    code, _, err = submit(*data, "--print", "--cluster.volumes=['/nfs/runs:/runs', 'corpus:/data']")
+    assert (code, "the nodes check it: /data/web" in err) == (0, True), err

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,11 @@ class KubeflowCluster(Cluster):
         """Ranks that the launcher of each pod starts."""
         return self.tasks_per_node or super().ranks_per_node
 
+    @property
+    def storage_paths(self) -> Sequence[str]:
+        """Of volumes."""
+        return [*self.volumes.values()]
+
     def run_problems(self, job: Job) -> Iterable[Problem]:
         """Whether run folders outlive the pods, and pods have what the job reads."""
         output, mounted = job.job.output, list(self.volumes.values())
@@ -80,7 +85,7 @@ class KubeflowCluster(Cluster):
             message = f"{output!r} would be lost with the pods, and {allowed}"
             yield Problem("job.output", message)
         # Of this machine, pods get job files and component files alone
-        yield from path_problems(job, mounted, Path(names.JOB_FOLDER))
+        yield from path_problems(job, [*self.node_paths, *mounted], Path(names.JOB_FOLDER))
         if self.priority and not self.queue:
             yield Problem("cluster.priority", "is a class of Kueue, which needs cluster.queue")
 

@@ -40,10 +40,7 @@ def job_files(run: SubmittedRun, mounted: Sequence[str]) -> JobFiles:
     count = len(paths.job_files(run))
     texts: dict[str, str] = {}
     words = [_carried(path, run.work, mounted, texts) for path in run.words[:count]]
-    assert run.job is not None, "of a run that is submitted"
-    assert run.job.checked is not None, "load_job checks every job"
-    # Every `./router.py:Router` that the job names, as the run itself records them
-    for path in map(Path, run.job.checked.catalog.files):
+    for path in run.component_files:
         # Job files name these by a path that must mean the same there, so that a new place will not do
         if not paths.is_below(str(path), mounted) and not path.is_relative_to(run.work.resolve()):
             raise JobError(

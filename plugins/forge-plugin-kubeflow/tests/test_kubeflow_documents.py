@@ -304,3 +304,19 @@ def test_names_are_those_of_kubernetes_and_differ_where_names_of_runs_do() -> No
         assert name[0].isalpha()
         assert name.replace("-", "").isalnum()
         assert name == name.lower()
+
+
+def test_data_and_a_run_folder_in_volumes_need_not_be_here(submit: Run) -> None:
+    Path("mount").touch()
+    mount = Path.cwd() / "mount"
+    Path("volumes.toml").write_text(
+        f'[job]\noutput = "{mount}/runs"\n[data.tokenizer]\ntype = "bytes"\n'
+        f'[[data.sources]]\ntype = "text"\npath = "{mount}/web"\n'
+    )
+    code, _, err = submit("job.toml", "volumes.toml", "--print")
+    assert code == 2
+    assert not lacks(err, "job.output", "data.sources.0.path")
+    code, text, err = submit("job.toml", "volumes.toml", "--print", f"--cluster.volumes.runs={mount}")
+    assert code == 0, err
+    assert f"mountPath: {mount}" in text
+    assert err == f"warning: data.sources.0.path: not here, so the nodes check it: {mount}/web\n"

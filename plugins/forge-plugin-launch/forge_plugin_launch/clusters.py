@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
+import attrs
 from attrs import field, frozen
-from attrs.validators import ge, gt
+from attrs.validators import deep_iterable, ge, gt
 
 from forge_core.config.structure import INVALID, structure
 from forge_core.config.tree import read_job
@@ -41,6 +42,8 @@ class SubmittedRun:
     """Working directory of the command, in which relative paths of job files and local component files start."""
     words: tuple[str, ...] = ()
     """Job files, overrides, and options of `forge-run run`, as each rank takes them."""
+    component_files: tuple[Path, ...] = ()
+    """Local files of components that the submission names (`./router.py:Router`), as the run itself records them."""
     job: Job | None = None
     """The checked job; None of a run that is named by its folder alone."""
 
@@ -62,6 +65,11 @@ class Status:
     """Its name or number on the cluster; empty where it has none."""
     facts: Mapping[str, Any] = field(factory=dict)
     """Further facts for programs, of JSON's types, by names that the type documents."""
+
+
+def _absolute(_: object, __: attrs.Attribute, value: str) -> None:
+    if not value.startswith("/"):
+        raise ValueError(f"'node_paths' has {value!r}; write the whole path, from / on")
 
 
 @frozen(kw_only=True)
@@ -93,6 +101,14 @@ class Cluster(Component[None]):
     """Nodes of a run."""
     gpus_per_node: int = field(default=0, validator=ge(0))
     """GPUs of a node, each of which gets a rank. 0: none are asked for."""
+    node_paths: tuple[str, ...] = field(default=(), validator=deep_iterable(_absolute))
+    """Folders that nodes have and this machine may lack: local disks, folders of an image. Files below them that a job
+    reads and that are not here are checked on the nodes."""
+
+    @property
+    def storage_paths(self) -> Sequence[str]:
+        """Paths at which this type mounts storage on nodes, or places copies; none by default."""
+        return ()
 
     @classmethod
     def of_file(cls, path: str, settings: Iterable[str]) -> Cluster:

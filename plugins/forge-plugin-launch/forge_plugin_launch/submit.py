@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import glob
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -13,10 +14,10 @@ from forge_core.checkpoint.run_folder import run_folder
 from forge_core.cli.command_line import parse_job_arguments, positive, with_examples
 from forge_core.config.load import load_job
 from forge_core.contracts.errors import ExitCode, JobError, Problem
-from forge_core.job import Job
 from forge_core.plugins.catalog import Catalog
 from forge_kit.tools.json_output import add_json
 from forge_plugin_launch.clusters import Cluster, SubmittedRun, read_cluster
+from forge_plugin_launch.node_paths import load_for
 
 OPTIONS = {
     "nodes": "nodes (1)",
@@ -129,7 +130,8 @@ def _submitted(parsed: argparse.Namespace, overrides: Sequence[str], cluster: Cl
         return SubmittedRun(name=Path(files[0]).name, folder=Path(files[0]))
     # The cluster has its own keys already
     keys = [word for word in overrides if not word.startswith(CLUSTER.removeprefix("--"))]
-    job = load_job(*files, overrides=keys, world_size=cluster.world_size)
+    # By its name and folder it is found wherever its data are
+    job = load_job(*files, overrides=keys, world_size=cluster.world_size, with_data=False)
     return SubmittedRun(name=job.job.name, folder=run_folder(job), job=job)
 
 
@@ -181,26 +183,29 @@ class Request:
     def check(self, problems: Sequence[Problem]) -> list[SubmittedRun]:
         """Check all jobs with the ranks that they will have; a `JobError` has every mistake of all of them."""
         catalog, found, runs = Catalog.installed(), list(problems), list[SubmittedRun]()
+        unchecked: list[str] = []
         none: Sequence[Sequence[str]] = [()] * len(self.groups)
         for files, own, arguments in zip(self.groups, self.own_overrides or none, self.arguments or none, strict=True):
             try:
                 # A copy for each job, as the cluster adds what each of them lacks
                 words = [*self.overrides, *own]
-                job = self._load(files, words, catalog)
+                job, notes = load_for(self.cluster, files, words, catalog)
                 if further := [*self.cluster.own_overrides(job)]:
                     # Read again, so that defaults of what was added are checked with the job
                     words += further
-                    job = self._load(files, words, catalog)
+                    job, notes = load_for(self.cluster, files, words, catalog)
             except JobError as error:
                 found += error.problems
                 continue
             # Of jobs that are right only: others have no folder or size to ask about
             found += self.cluster.run_problems(job)
+            unchecked += notes
             runs.append(
                 SubmittedRun(
                     name=job.job.name,
                     folder=run_folder(job).absolute(),
                     words=(*files, *words, *arguments),
+                    component_files=tuple(map(Path, catalog.files)),
                     job=job,
                 )
             )
@@ -208,10 +213,10 @@ class Request:
         if found:
             # Jobs of an array share the cluster and the overrides, and so many of their mistakes
             raise JobError(list(dict.fromkeys(found)))
+        for note in dict.fromkeys(unchecked):
+            # Not on standard output, which may be a script
+            print(f"warning: {note}", file=sys.stderr)
         return runs
-
-    def _load(self, files: Sequence[str], words: Sequence[str], catalog: Catalog) -> Job:
-        return load_job(*files, overrides=words, catalog=catalog, world_size=self.cluster.world_size)
 
 
 def _collisions(runs: Sequence[SubmittedRun]) -> Iterator[Problem]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from attrs import field, frozen
@@ -53,6 +53,11 @@ class SkyCluster(Cluster):
         """One for each GPU, or one."""
         counts = [count for _, count in keys.accelerators_of(self.accelerators)]
         return self.gpus_per_node or next(filter(None, counts), 1)
+
+    @property
+    def storage_paths(self) -> Sequence[str]:
+        """Of copies, buckets and volumes."""
+        return [*self.file_mounts, *self.volumes]
 
     def run_problems(self, job: Job) -> Iterable[Problem]:
         """Whether checkpoints outlive the nodes, and whether nodes have the paths of the job."""

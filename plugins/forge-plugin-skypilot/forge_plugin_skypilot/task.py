@@ -115,7 +115,7 @@ def run_problems(cluster: SkyCluster, job: Job) -> Iterator[Problem]:
         message = "spot instances go without notice, and this job saves only at its end; set interval_minutes"
         yield Problem("checkpoint.interval", message)
     # Copies as well: the job may read them
-    yield from path_problems(job, [*cluster.file_mounts, *cluster.volumes], Path.cwd() / cluster.workdir)
+    yield from path_problems(job, [*cluster.node_paths, *cluster.storage_paths], Path.cwd() / cluster.workdir)
 
 
 def _output_problems(cluster: SkyCluster, job: Job) -> Iterator[Problem]:

@@ -155,3 +155,15 @@ def test_data_of_this_machine_are_refused_unless_nodes_have_them(submit, tmp_pat
     assert not lacks(err, "data.sources.0.path", str(tmp_path), "this machine")
     Path("data.toml").write_text(text.replace(f"{tmp_path}/", ""))
     assert submit("data.toml", "--print")[0] == 0
+
+
+def test_data_in_volumes_and_buckets_need_not_be_here(submit) -> None:
+    layer = '[data]\ntokenizer = { type = "bytes" }\nsources = [{ type = "text", path = "/data/web" }]\n'
+    Path("data.toml").write_text(layer)
+    Path("sky.toml").write_text('[cluster]\ntype = "sky"\nvolumes = { "/runs" = "runs" }\n')
+    code, _, err = submit("data.toml", "--print")
+    assert code == 2
+    assert "data.sources.0.path" in err
+    for more in ("volumes={'/runs'='runs', '/data'='corpus'}", "file_mounts={'/data'='s3://corpus'}"):
+        code, _, err = submit("data.toml", "--print", f"--cluster.{more}")
+        assert (code, "the nodes check it: /data/web" in err) == (0, True), err
