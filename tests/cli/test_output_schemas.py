@@ -61,6 +61,13 @@ type = "./optimizer.py:Missing"
 type = "text"
 path = "nowhere"
 """
+CLEANING = {
+    "filter": '[[filter]]\ntype = "regex"\nregex_exp = "number 1"',
+    "dedup": '[dedup]\ntype = "exact"',
+    "decontaminate": '[decontaminate]\nn_grams = 3\n[[decontaminate.tasks]]\ntype = "file"\npath = "item.jsonl"',
+    "stats": '[[stats]]\ntype = "documents"',
+}
+"""Tables of `data filter` and its like: a file for each, so that none waits for another."""
 COMMANDS = {
     "check": "check job.toml|check job.toml --data|check broken.toml|check job.toml --train.steps=0|check none.toml",
     "explain": "explain|explain train.steps|explain optimizer.adamw|explain optimizer|explain unknown-key|explain hang",
@@ -74,6 +81,10 @@ COMMANDS = {
     "skills install": "skills install evaluate --target skills",
     "replay": "replay runs/tiny --step 2",
     "report": "report runs/tiny --format md --out report.md",
+    "data filter": "data filter filter.toml|data filter filter.toml --why b|data filter filter.toml --why a",
+    "data dedup": "data dedup dedup.toml",
+    "data decontaminate": "data decontaminate decontaminate.toml",
+    "data stats": "data stats stats.toml",
     "data prepare": "data prepare texts --out prepared --tokenizer bytes --held-out-every 2",
     "inside lens": "inside lens runs/tiny --prompt ab --last 1",
     "inside attention": "inside attention runs/tiny --prompt ab",
@@ -92,6 +103,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         (folder / "elsewhere").mkdir()
         for number in range(4):
             (folder / f"texts/{number}.txt").write_text("a text of some bytes\n" * 4)
+        lines = [{"id": name, "text": f"text number {n}, which is short"} for n, name in enumerate("abcd")]
+        (folder / "lines.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in [*lines, lines[0]]))
+        (folder / "item.jsonl").write_text(json.dumps({"context": "text", "choices": ["number 2, which"], "answer": 0}))
+        for name, steps in CLEANING.items():
+            (folder / f"{name}.toml").write_text(
+                f'inputs = ["lines.jsonl"]\noutput = "clean-{name}"\ntasks = 1\nworkers = 1\n{steps}\n'
+            )
         (folder / "job.toml").write_text(JOB)
         (folder / "broken.toml").write_text(BROKEN)
         assert main(["job.toml", "--loggers.console.style=off"]) == 0

@@ -212,6 +212,42 @@ PREPARE = table(
     dropped=by_name(table(count=COUNT, examples=array(TEXT))),
     tokenizer={"type": "object"},
 )
+CLEANING_STEP = table(
+    step=TEXT, documents=COUNT, removed=COUNT, changed=COUNT, characters_removed=COUNT, reasons=by_name(COUNT)
+)  # fmt: skip
+BEGUN = {"format": COUNT, "arguments": by_name(ANYTHING), "inputs": TEXT}
+CLEANED = {
+    **BEGUN,
+    "stage": TEXT,
+    "documents": COUNT,
+    "characters": COUNT,
+    "unreadable": by_name(COUNT),
+    "steps": array(CLEANING_STEP),
+    "kept": COUNT,
+    "kept_characters": COUNT,
+}
+# With `[slurm]`, as long as tasks are not complete
+QUEUED = table(queued=by_name(COUNT), job=TEXT)
+RECORD = table(id=TEXT, stage=TEXT, step=TEXT, origin=ANYTHING)
+RECORD["properties"] |= {
+    "reason": TEXT,
+    "characters": COUNT,
+    "detail": TEXT,
+    "minhash_cluster_id": {"type": "integer"},
+    "contaminated_task": TEXT,
+    "contaminated_ngram": TEXT,
+    "removed_ranges": array(array(COUNT)),
+}
+# Of `--why`
+KEPT = table(id=TEXT, kept=table(file=TEXT, line=COUNT, origin=ANYTHING))
+KEPT["properties"] |= {"changed": array(RECORD)}
+REMOVED = table(id=TEXT, removed=array(RECORD))
+REMOVED["properties"] |= {"changed": array(RECORD)}
+DEDUP = table(**CLEANED, memory=by_name(COUNT))
+DEDUP["properties"] |= {"found": by_name(NUMBER)}
+OVERLAP = table(items=COUNT, short_items=COUNT, n_grams=COUNT, documents=COUNT, n_grams_found=COUNT)
+FIGURES = table(total=NUMBER, mean=NUMBER, std=NUMBER, min=NUMBER, max=NUMBER)
+STATS = table(**BEGUN, source=TEXT, documents=COUNT, unreadable=by_name(COUNT), statistics=by_name(FIGURES))
 TOKEN = table(id=COUNT, text=TEXT)
 LIKELY = table(id=COUNT, text=TEXT, probability=NUMBER)
 POSITION = table(position=COUNT, divergence=NUMBER, entropy=NUMBER, top=array(LIKELY))
@@ -224,7 +260,11 @@ SCHEMAS: Mapping[str, Schema] = {
     "check": CHECK,
     "checkpoints": CHECKPOINTS,
     "compare": COMPARE,
+    "data decontaminate": {"anyOf": [table(**CLEANED, tasks=by_name(OVERLAP)), QUEUED]},
+    "data dedup": {"anyOf": [DEDUP, QUEUED]},
+    "data filter": {"anyOf": [table(**CLEANED), KEPT, REMOVED, QUEUED]},
     "data prepare": PREPARE,
+    "data stats": {"anyOf": [STATS, QUEUED]},
     "explain": EXPLAIN,
     "generate": GENERATE,
     "inside attention": ATTENTION,
