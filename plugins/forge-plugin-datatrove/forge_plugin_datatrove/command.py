@@ -127,7 +127,8 @@ def _run(
         if table.cleaning.slurm and incomplete_tasks(work):
             return _queue(work, table, options)
         # To standard error, as --json has nothing else on standard output
-        print(f"{work.name}: {len(work.inputs)} files; logs in {work.folder / WORK}", file=sys.stderr, flush=True)
+        files = f"{len(work.inputs):,} file{'s' * (len(work.inputs) != 1)}"
+        print(f"{work.name}: {files}; logs in {work.folder / WORK}", file=sys.stderr, flush=True)
         run_locally(work, table)
         complete(work, summary_of(work))
         summary = finished(work) or {}

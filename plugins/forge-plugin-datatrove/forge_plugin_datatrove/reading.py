@@ -14,7 +14,7 @@ from forge_core.contracts.errors import Problem
 from forge_plugin_datatrove.accounting import ORIGIN, Removals
 from forge_plugin_memmap.prepare.documents import Drop, Fields, Place, Reason
 from forge_plugin_memmap.prepare.inputs import PARQUET, Input
-from forge_plugin_memmap.prepare.parquet_files import open_parquet
+from forge_plugin_memmap.prepare.parquet_files import open_parquet, row_groups
 from forge_plugin_memmap.prepare.part_range import Part
 from forge_plugin_memmap.prepare.text_files import Lines, parse_line
 
@@ -118,15 +118,9 @@ class DocumentReader(PipelineStep):  # type: ignore[misc]  # datatrove has no ty
         return Document(text, where if id_ is None or id_ == "" else str(id_), metadata=record)
 
     def _rows(self, name: str, start: int, stop: int | None) -> Iterator[Document | tuple[Drop, Mapping[str, Any]]]:
-        row = 0
         with open_parquet(name) as file:
-            for group in range(file.num_row_groups):
-                count = file.metadata.row_group(group).num_rows
-                if row == stop:
-                    return
-                if row + count <= start:
-                    row += count
-                    continue
+            for group, before in row_groups(file, start, stop):
+                row = before
                 # Parts begin with row groups, so that no row of a group that is read lies before the start
                 for batch in file.iter_batches(ROWS, row_groups=[group]):
                     for index in range(len(batch)):

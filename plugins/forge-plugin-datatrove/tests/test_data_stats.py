@@ -33,7 +33,8 @@ def test_sources_stand_next_to_each_other(folder: Path, data: Command, capsys: p
     assert (length["min"], length["max"]) == (min(lengths), max(lengths))
     assert before["statistics"]["n_lines"]["mean"] == 7 / 4
     assert "out/filter is not finished" in data("stats", "--of", "filter", code=2)
-    data("filter")
+    assert main(["data", "filter", "clean.toml"]) == 0
+    assert "filter: 1 file; logs in" in capsys.readouterr().err
     assert data("stats", "--of", "filter")["statistics"]["n_lines"]["mean"] == 5 / 2
     assert main(["data", "stats", "clean.toml"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]

@@ -63,16 +63,10 @@ def _batches(file: Any, path: str, fields: Fields, start: int, stop: int | None)
     known = set(file.schema_arrow.names)
     # The text once, also where it is kept as well
     columns = list(dict.fromkeys([fields.text, *(name for name in fields.kept if name in known)]))
-    row, total = 0, max(file.metadata.num_rows, 1)
+    total = max(file.metadata.num_rows, 1)
     size = os.path.getsize(path)
-    for group in range(file.num_row_groups):
-        count = file.metadata.row_group(group).num_rows
-        if row == stop:
-            return
-        # Whole row groups before the start are passed over by the footer alone.
-        if row + count <= start:
-            row += count
-            continue
+    for group, before in row_groups(file, start, stop):
+        row = before
         for batch in file.iter_batches(_rows_at_once(file, group, fields.text), row_groups=[group], columns=columns):
             # Batches begin with a row group, so a command that continues decodes its rows before the place again
             skipped = min(max(start - row, 0), len(batch))
@@ -84,6 +78,27 @@ def _batches(file: Any, path: str, fields: Fields, start: int, stop: int | None)
                 rows = Rows(path, row + 1, values, _kept_of(batch.slice(skipped), fields))
                 yield Read({"row": row}, size * row // total, rows, read)
             row += len(values)
+
+
+def row_groups(file: Any, start: int, stop: int | None) -> Iterator[tuple[int, int]]:
+    """Yields the row groups of an open file that have rows between two places, by the footer alone.
+
+    Args:
+        file: as `open_parquet` returns it.
+        start: rows before the first place; within a row group if a command continues.
+        stop: rows before the second one, which begins a row group; None: the end.
+
+    Yields:
+        The number of a row group, and the rows before it.
+    """
+    before = 0
+    for group in range(file.num_row_groups):
+        count = file.metadata.row_group(group).num_rows
+        if before == stop:
+            return
+        if before + count > start:
+            yield group, before
+        before += count
 
 
 def _kept_of(batch: Any, fields: Fields) -> Sequence[tuple[bytes, ...]]:

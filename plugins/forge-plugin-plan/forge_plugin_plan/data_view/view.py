@@ -187,6 +187,8 @@ class View:
                 "document": None if run.kind == "padding" else run.document,
                 "positions": len(run.ids),
                 "text": next(images) if run.kind == "image" else self.decoder.text(run.ids) * (run.kind == "text"),
+                # Texts may have the name of a special token in them, too
+                "pieces": self._pieces(run.ids) if run.kind == "text" else [],
                 "ids": list(run.ids) if run.kind == "text" else [],
             }
             for run in shown.runs
@@ -205,6 +207,9 @@ class View:
             "runs": runs,
             "documents": [passage.as_json() for passage in shown.passages],
         }
+
+    def _pieces(self, ids: Sequence[int]) -> list[Mapping[str, Any]]:
+        return [{"text": text, "special": is_special} for text, is_special in self.decoder.pieces(ids)]
 
 
 def _documents(data: JobData, step: int) -> Iterator[tuple[int, Sequence[Passage]]]:

@@ -59,6 +59,10 @@ def test_the_answers_of_a_chat_are_learned_and_special_tokens_have_names(write_j
         assert answered[0] is True
         assert answered[1].startswith("SAY B")
         assert answered[1].endswith("<end of text>")
+        # As text may have these letters, too
+        said = answered[1].removesuffix("<end of text>")
+        pieces = [{"text": said, "special": False}, {"text": "<end of text>", "special": True}]
+        assert sample["runs"][1]["pieces"] == pieces
 
 
 def test_fill_counts_padding_and_what_is_not_learned(write_job, as_json) -> None:
