@@ -44,7 +44,7 @@ def command(argv: list[str]) -> int:
     if sys.stderr.isatty():
         print("reading the data; the first time, it is tokenised …", file=sys.stderr)
     # Imported late: these modules need torch, and errors of the command line do not
-    from forge_plugin_plan.data_view.job_data import open_data
+    from forge_kit.data.job_data import open_data
     from forge_plugin_plan.data_view.view import View
 
     view = View.of(open_data(job, catalog), options.step, samples, options.measure, options.tokens, options.documents)

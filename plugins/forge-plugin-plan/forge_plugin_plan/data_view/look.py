@@ -39,7 +39,7 @@ def command(argv: list[str]) -> int:
         raise JobError(problems)
     if sys.stderr.isatty():
         print("reading the data; the first time, it is tokenised and images are measured …", file=sys.stderr)
-    from forge_plugin_plan.data_view.job_data import open_data
+    from forge_kit.data.job_data import open_data
     from forge_plugin_plan.data_view.sheet import Sheet
 
     number = job.train.sample_after(options.step - 1) + options.sample

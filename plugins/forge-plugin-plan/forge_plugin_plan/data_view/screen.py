@@ -9,8 +9,8 @@ from rich.rule import Rule
 from rich.text import Text
 
 from forge_kit.data.data_files import left_out_note
+from forge_kit.data.job_data import Passage
 from forge_kit.tools.tables import columns
-from forge_plugin_plan.data_view.job_data import Passage
 from forge_plugin_plan.data_view.samples import Fill, Stretch
 from forge_plugin_plan.data_view.view import Lengths, ShownSample, SourceView, View
 

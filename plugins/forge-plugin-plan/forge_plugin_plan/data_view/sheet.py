@@ -13,8 +13,8 @@ from attrs import frozen
 from forge_core.contracts.layout import Layout
 from forge_core.engine.build import build_bare_model
 from forge_core.parallel.initialise import bare_context
+from forge_kit.data.job_data import JobData
 from forge_plugin_plan.data_view.decoding import Decoder
-from forge_plugin_plan.data_view.job_data import JobData
 from forge_plugin_plan.data_view.row_text import Piece, pieces_of
 from forge_plugin_plan.data_view.samples import Sample
 from forge_plugin_plan.data_view.visuals import GRIDS, PATCHES, SECONDS, Visual, faults_of, visuals_of

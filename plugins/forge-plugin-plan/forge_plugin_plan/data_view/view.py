@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -12,8 +11,8 @@ from attrs import asdict, frozen
 from forge_core.contracts.data import Dataset, HasDescription
 from forge_core.contracts.errors import JobError
 from forge_kit.data.data_files import ListsFiles
+from forge_kit.data.job_data import JobData, Passage, ends_of
 from forge_plugin_plan.data_view.decoding import Decoder
-from forge_plugin_plan.data_view.job_data import JobData, Passage, ends_of
 from forge_plugin_plan.data_view.samples import Fill, Sample, Stretch, image_names
 
 MEASURED_DOCUMENTS = 1_000_000
@@ -215,8 +214,7 @@ class View:
 def _documents(data: JobData, step: int) -> Iterator[tuple[int, Sequence[Passage]]]:
     """Yields the number and the documents of each sample of a step. No token is read."""
     found = False
-    for number, row in enumerate(islice(data.rows(step), data.job.train.batch_size(step))):
-        passages = data.passages(row)
+    for number, passages in data.passages_of(step):
         found = found or bool(passages)
         yield number, passages
     if not found:

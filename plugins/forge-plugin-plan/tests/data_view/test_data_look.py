@@ -18,8 +18,8 @@ from PIL import Image
 from forge_core import Trainer, load_job
 from forge_core.cli import main
 from forge_core.plugins.catalog import Catalog
+from forge_kit.data.job_data import open_data
 from forge_plugin_plan.data_view.decoding import Decoder
-from forge_plugin_plan.data_view.job_data import open_data
 from forge_plugin_plan.data_view.look_pictures import cut_picture
 from forge_plugin_plan.data_view.sheet import Sheet
 from forge_testing.refusals import lacks

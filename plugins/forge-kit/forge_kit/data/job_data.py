@@ -163,6 +163,15 @@ class JobData:
         origins = dict(zip(numbers.tolist(), documents.origins(numbers), strict=True))
         return [attrs.evolve(passage, origin=origins[passage.number]) for passage in passages]
 
+    def passages_of(self, step: int) -> Iterator[tuple[int, Sequence[Passage]]]:
+        """Yields the number and the documents of each sample of a step (from 1). No token is read.
+
+        Raises:
+            DataError: the list of where documents come from is damaged.
+        """
+        for number, row in enumerate(islice(self.rows(step), self.job.train.batch_size(step))):
+            yield number, self.passages(row)
+
     def sequence(self, number: int) -> tuple[SampleRow, str, Batch]:
         """Returns the sequence of this number (from 0) in the run, as `read` yields it, and reads no other.
 
