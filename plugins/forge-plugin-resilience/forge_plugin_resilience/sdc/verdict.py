@@ -105,22 +105,43 @@ class Replay:
 
     def _data_or_weights(self) -> list[str]:
         middle = statistics.median(self.losses)
-        # The median deviation of a normal distribution times 1.4826 is its standard deviation.
-        spread = 1.4826 * statistics.median(abs(loss - middle) for loss in self.losses)
-        # `not <=`, so that NaN stands out. Losses that are nearly equal have hardly any spread: hence the second bound
-        outliers = [loss for loss in self.losses if not loss <= middle + max(6 * spread, 0.25 * middle)]
         near = (loss for step, (loss, _) in self.recorded.items() if self.step - BEFORE <= step < self.step)
         usual = [loss for loss in near if math.isfinite(loss)]
         before = f"the {len(usual)} steps before had {statistics.fmean(usual):.4f}" if usual else "it is the first step"
-        if outliers and 2 * len(outliers) < len(self.losses):  # else the median is one of them
+        if outliers := self._outliers(middle) or self._excess(usual):
             count = f"{len(outliers)} of {len(self.losses)} sequences stand{'s' if len(outliers) == 1 else ''} out"
             return [f"DATA: {count}, from {min(outliers):.4f} on; the median is {middle:.4f}; {before}."]
-        if usual and not middle <= statistics.fmean(usual) + max(4 * statistics.pstdev(usual), 0.1 * usual[-1]):
+        if usual and not middle <= _highest_usual(usual):
             return [
                 f"WEIGHTS: no sequence stands out, all are worse than usual: the median is {middle:.4f}; {before}.",
                 "Look at the updates before it: learning rate, clipping, gradient norms.",
             ]
         return [f"Neither a sequence nor the step stands out: the median is {middle:.4f}; {before}."]
+
+    def _outliers(self, middle: float) -> list[float]:
+        """Losses far from all others; none if the median is one of them."""
+        # The median deviation of a normal distribution times 1.4826 is its standard deviation.
+        spread = 1.4826 * statistics.median(abs(loss - middle) for loss in self.losses)
+        # `not <=`, so that NaN stands out. Losses that are nearly equal have hardly any spread: hence the second bound
+        outliers = [loss for loss in self.losses if not loss <= middle + max(6 * spread, 0.25 * middle)]
+        return outliers if 2 * len(outliers) < len(self.losses) else []
+
+    def _excess(self, usual: Sequence[float]) -> list[float]:
+        """The worst losses, if the step is worse than usual and without them it is not; none if they are half of it.
+
+        Of a few sequences, or of sources with unlike losses, the spread is so wide that nothing is far from all others.
+        """
+        best_first = sorted(self.losses)
+        for count in range((len(best_first) + 1) // 2):
+            rest = best_first[: len(best_first) - count]
+            if usual and statistics.fmean(rest) <= _highest_usual(usual):
+                return best_first[len(rest) :]
+        return []
+
+
+def _highest_usual(losses: Sequence[float]) -> float:
+    """The loss up to which a step is like those before it."""
+    return statistics.fmean(losses) + max(4 * statistics.pstdev(losses), 0.1 * losses[-1])
 
 
 def distance(one: Pair, other: Pair) -> float:

@@ -154,6 +154,15 @@ class TestVerdict:
         assert not lacks(self.verdict(losses=[3.0, 3.1, 2.9, 20.0]), "DATA: 1 of 4", "20.0000")
         assert not lacks(self.verdict(losses=[3.0, 3.1, 2.9, float("inf")]), "DATA: 1 of 4", "inf")
 
+    def test_a_sequence_that_makes_the_step_worse_is_data_where_all_losses_differ(self):
+        # Far from no other by the spread of these four, which it widens itself
+        unlike = [7.09, 2.46, 1.39, 1.26]
+        recorded = {step: (2.2 + step % 2 / 10, 1.0) for step in range(1, 21)} | {21: (3.05, 1.0)}
+        step = {"step": 21, "recorded": recorded, "again": {21: (3.05, 1.0)}}
+        assert not lacks(self.verdict(**step, losses=unlike), "DATA: 1 of 4", "7.0900")
+        assert "Neither" in self.verdict(**step, losses=[3.2, 2.46, 1.39, 1.26])
+        assert not lacks(self.verdict(**step, losses=[4.5, 4.4, 4.3, 0.2]), "WEIGHTS:")
+
     def test_another_rank_is_named_by_its_gradients(self):
         assert not lacks(self.verdict(gradients=["a", "c"]), "gradients", "rank 1")
 
