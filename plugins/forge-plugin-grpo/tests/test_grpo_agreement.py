@@ -81,7 +81,7 @@ def test_all_ranks_compare_the_mean_over_the_global_batch(tmp_path, parallel):
             lines_of(tmp_path, {"parallel": parallel, "micro_batch_size": 2}, rollout=Faulty(fault="shift", size=0.5))
         return str(error.value)
 
-    first, second = run_on_ranks(2, stopped, timeout=120)
+    first, second = run_on_ranks(2, stopped)
     assert first == second
     assert "is 0.5 nats" in first
 

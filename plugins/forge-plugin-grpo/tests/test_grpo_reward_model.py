@@ -71,7 +71,7 @@ NAMES = ("loss", "grad_norm", "reward", "reward/model", "reward/std", "completio
 def test_runs_on_ranks_log_what_one_process_logs(layout: str, alone: Any, tmp_path: Path) -> None:
     trained()  # before the ranks, which inherit it
     changes = LAYOUTS[layout].changes(installed())
-    run_on_ranks(2, lambda rank: lines_of(tmp_path, changes, rewards=rewards(batch_size=3)), timeout=120)
+    run_on_ranks(2, lambda rank: lines_of(tmp_path, changes, rewards=rewards(batch_size=3)))
     found = logged(tmp_path)
     assert any(line["reward/std"] > 1e-3 for line in alone)
     assert [[line[name] for name in NAMES] for line in found] == [

@@ -175,7 +175,7 @@ def test_a_run_between_two_updates_keeps_the_routes(tmp_path: Path) -> None:
     whole = lines_of(tmp_path / "whole", {"model": EXPERTS, "steps": 2}, **keys)
     changes = {"model": EXPERTS, "parallel": {"pp": PipelineParallel(degree=2)}, "micro_batch_size": 2}
     both = tmp_path / "both"
-    run_on_ranks(2, lambda rank: lines_of(both, {**changes, "steps": 2}, Stop(step=1), **keys), timeout=120)
+    run_on_ranks(2, lambda rank: lines_of(both, {**changes, "steps": 2}, Stop(step=1), **keys))
     lines = lines_of(both, {"model": EXPERTS, "steps": 2}, **keys)
     for line, expected in zip(lines, whole, strict=True):
         assert [line[name] for name in COMPARED] == pytest.approx([expected[name] for name in COMPARED], rel=1e-9)

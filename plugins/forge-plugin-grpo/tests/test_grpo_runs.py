@@ -63,7 +63,7 @@ def test_a_run_continues_between_two_updates_on_another_number_of_ranks(tmp_path
         if ranks == 1:
             lines_of(tmp_path, changes, *hooks, updates=2)
         else:
-            run_on_ranks(2, lambda rank: lines_of(tmp_path, changes, *hooks, updates=2), timeout=120)
+            run_on_ranks(2, lambda rank: lines_of(tmp_path, changes, *hooks, updates=2))
 
     start(first, Stop(step=3))
     assert len(logged(tmp_path)) == 3

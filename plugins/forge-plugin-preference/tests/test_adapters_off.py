@@ -125,7 +125,7 @@ def test_a_rank_of_a_pipeline_may_have_no_adapters(tmp_path: Path) -> None:
 
     alone = preference_metrics(run(tmp_path / "alone", {}))
     changes = LAYOUTS["pp2"].changes(installed())
-    ranks = run_on_ranks(2, lambda rank: run(tmp_path / "ranks", changes), timeout=120)
+    ranks = run_on_ranks(2, lambda rank: run(tmp_path / "ranks", changes))
     assert preference_metrics(ranks[0]) == [pytest.approx(line, rel=1e-9, abs=1e-12) for line in alone]
 
 

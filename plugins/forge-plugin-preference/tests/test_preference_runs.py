@@ -214,7 +214,7 @@ def test_whole_runs_on_ranks_log_what_one_process_logs(loss: Any, layout: str, t
     """With the summary, the known first loss and the estimate of z; the reference is named by its run folder."""
     alone = logged(tmp_path / "alone", loss, {})
     changes = LAYOUTS[layout].changes(installed())
-    run_on_ranks(2, lambda rank: logged(tmp_path / "ranks", loss, changes), timeout=120)
+    run_on_ranks(2, lambda rank: logged(tmp_path / "ranks", loss, changes))
     assert read_steps(tmp_path / "ranks") == [pytest.approx(line, rel=1e-9, abs=1e-12) for line in alone]
 
 

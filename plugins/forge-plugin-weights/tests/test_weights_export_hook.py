@@ -62,7 +62,7 @@ def test_ranks_write_what_one_process_would(tmp_path):
         for number, (model, stages) in enumerate(LAYOUTS.values()):
             run(tmp_path / str(number), model, stages, export)
 
-    run_on_ranks(2, both, timeout=300)
+    run_on_ranks(2, both)
     for number, name in enumerate(LAYOUTS):
         folder = next((tmp_path / str(number)).glob("*/exports")).parent
         settings = {"dtype": torch.bfloat16, "shard_bytes": 20_000}

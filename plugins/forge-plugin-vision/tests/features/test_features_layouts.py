@@ -39,7 +39,7 @@ def outcomes(tmp_path_factory):
     os.environ["FORGE_CACHE"] = str(folder / "alone")
     try:
         run(folder, "alone", features=Features(), steps=EPOCH)
-        return run_on_ranks(2, both, timeout=120)
+        return run_on_ranks(2, both)
     finally:
         del os.environ["FORGE_CACHE"]
 
