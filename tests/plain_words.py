@@ -72,13 +72,6 @@ class Prose(NamedTuple):
                 yield Found(self.path, self.line + number, match[0], line.strip())
 
 
-def pages(folder: Path) -> Iterator[Prose]:
-    """Every page of a folder."""
-    for path in sorted(folder.rglob("*.md")):
-        if path.name not in NOT_READ and not {"tests", "templates", "node_modules"} & set(path.parts):
-            yield Prose("docs", path, 1, path.read_text())
-
-
 def strings(path: Path) -> Iterator[Prose]:
     """Docstrings, documentation of fields, comments and messages (strings of several words) of a Python file."""
     alone = {id(node.value) for node in nodes(path) if isinstance(node, ast.Expr)}
@@ -90,16 +83,23 @@ def strings(path: Path) -> Iterator[Prose]:
         yield Prose("docstrings", path, source.count("\n", 0, match.start(1)) + 1, match[1])
 
 
-def all_prose() -> Iterator[Prose]:
-    """What users and authors read: pages, READMEs, and the strings of the core and of all plugins."""
-    yield from pages(ROOT / "docs")
-    yield Prose("docs", ROOT / "README.md", 1, (ROOT / "README.md").read_text())
-    for readme in sorted((ROOT / "plugins").glob("*/README.md")):
-        yield Prose("docs", readme, 1, readme.read_text())
+def files() -> Iterator[Path]:
+    """What users and authors read: pages, READMEs, and the code of the core and of all plugins."""
+    for path in sorted((ROOT / "docs").rglob("*.md")):
+        if path.name not in NOT_READ and not {"tests", "templates", "node_modules"} & set(path.parts):
+            yield path
+    yield ROOT / "README.md"
+    yield from sorted((ROOT / "plugins").glob("*/README.md"))
     for folder in (ROOT / "forge_core", *sorted((ROOT / "plugins").glob("*/forge_*"))):
-        for path in sorted(folder.rglob("*.py")):
-            if "templates" not in path.parts:
-                yield from strings(path)
+        yield from (path for path in sorted(folder.rglob("*.py")) if "templates" not in path.parts)
+
+
+def prose_of(path: Path) -> Iterator[Prose]:
+    """The text of a page, or the strings of a Python file."""
+    if path.suffix == ".py":
+        yield from strings(path)
+    else:
+        yield Prose("docs", path, 1, path.read_text())
 
 
 def per_10_000() -> dict[str, float]:
@@ -108,22 +108,27 @@ def per_10_000() -> dict[str, float]:
         dict.fromkeys(("docs", "docstrings", "messages"), 0),
         dict.fromkeys(("docs", "docstrings", "messages"), 0),
     )
-    for prose in all_prose():
-        plain = prose.plain
-        words[prose.kind] += len(WORD.findall(plain))
-        found[prose.kind] += len(WORDS.findall(plain))
+    for path in files():
+        for prose in prose_of(path):
+            plain = prose.plain
+            words[prose.kind] += len(WORD.findall(plain))
+            found[prose.kind] += len(WORDS.findall(plain))
     return {kind: round(10_000 * found[kind] / words[kind], 1) for kind in words}
 
 
 def main() -> None:
-    chosen = [Path(argument).resolve() for argument in sys.argv[1:]] or [ROOT]
+    chosen = [Path(argument).resolve() for argument in sys.argv[1:]]
+    if missing := [path for path in chosen if not path.exists()]:
+        sys.exit(f"{missing[0]}: no such file or folder")
+    # A file that is named is read wherever it lies; the others are not, as to parse all of them takes seconds
+    named = [path for path in chosen if path.is_file()]
+    below = (path for path in files() if not chosen or any(each in path.parents for each in chosen))
     count = 0
-    for prose in all_prose():
-        if any(prose.path == path or path in prose.path.parents for path in chosen):
-            for found in prose.found():
-                count += 1
-                print(f"{found.path.relative_to(ROOT)}:{found.line}: {found.word}: {found.text[:200]}")
-    print(f"{count} in these; per 10,000 words in all: {per_10_000()}")
+    for path in (*named, *below):
+        for found in (found for prose in prose_of(path) for found in prose.found()):
+            count += 1
+            print(f"{found.path.relative_to(ROOT)}:{found.line}: {found.word}: {found.text[:200]}")
+    print(f"{count} in these" if chosen else f"{count}; per 10,000 words in all: {per_10_000()}")
 
 
 if __name__ == "__main__":
