@@ -6,20 +6,40 @@ import inspect
 import json
 import re
 import subprocess
-from collections.abc import Callable
+import tomllib
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from forge_core import dump_job, load_job
+from forge_core.cli import main
 from forge_core.contracts.errors import ExitCode
 from forge_core.job import TrainSection
 from forge_core.plugins.catalog import Catalog, Distribution, Offer
 from forge_kit.tools.documented_keys import field_docs
-from forge_plugin_author.explain import explain
+from forge_plugin_author.explain import explain, find
 from forge_plugin_author.plugins import select
 from forge_plugin_author.schema import command as print_schema
 from forge_testing.refusals import lacks, refuses
 from forge_testing.stale import left_overs, stale_entries
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def leaves(value: Any, path: str = "") -> Iterator[str]:
+    """Yields the path of each key whose value is no table; arrays of tables have numbers."""
+    entries = value.items() if isinstance(value, dict) else enumerate(value) if is_tables(value) else ()
+    if not entries:
+        yield path
+    for name, entry in entries:
+        yield from leaves(entry, f"{path}.{name}" if path else str(name))
+
+
+def is_tables(value: Any) -> bool:
+    return isinstance(value, list) and any(isinstance(entry, dict) for entry in value)
+
 
 Run = Callable[..., tuple[int, str, str]]
 Python = Callable[..., subprocess.CompletedProcess[str]]
@@ -361,8 +381,10 @@ class TestExplain:
                     "default": "",
                     "must": ["be > 0"],
                     "doc": "Tokens per sequence.",
+                    "table": "train",
                 }
             ],
+            "rules": [],
             "fix": "",
             "page": "",
         }
@@ -370,6 +392,33 @@ class TestExplain:
         assert (precision["choices"], precision["default"]) == (["bf16", "fp32", "fp64"], '"fp32"')
         assert "muon" in facts("optimizer")["types"]
         assert forge_run("explain", "trian", "--json")[0] == ExitCode.BAD_JOB
+
+    @pytest.mark.parametrize("config", ["quickstart", "moe"])
+    def test_every_key_of_a_job_is_explained_as_messages_name_it(self, config: str, catalog: Catalog) -> None:
+        """Without the type, and with numbers of arrays and names of tables."""
+        job = tomllib.loads(dump_job(load_job(CONFIGS / f"{config}.toml", with_data=False), catalog))
+        paths = [path for path in leaves(job) if not path.endswith(".type")]
+        assert len(paths) > 60
+        for path in paths:
+            assert find(path, catalog).path == path
+
+    def test_a_key_of_several_types_is_explained_for_each_with_their_rules(
+        self, catalog: Catalog, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(["explain", "model.ffn.router.top_k", "--json"]) == 0
+        facts = json.loads(capsys.readouterr().out)
+        tables = {key["table"].rpartition(".")[2]: key["default"] for key in facts["keys"]}
+        assert (tables["hash"], tables["sigmoid_topk"]) == ("1", "2")
+        [rule] = [each["rule"] for each in facts["rules"] if each["table"].endswith("hash")]
+        assert rule == "Checks that there are K experts."
+        # Once, with the tables that it is true of
+        text = explain("model.ffn.router.top_k", catalog)
+        assert text.count("of model.ffn.router.sigmoid_topk, model.ffn.router.softmax_topk") == 2
+
+    def test_a_table_may_have_any_name_but_one_that_may_be_meant(self, catalog: Catalog) -> None:
+        assert "Share of the average" in explain("plugins.mine.decay", catalog)
+        with refuses("", "'fsdp'"):
+            explain("parallel.fdsp.degree", catalog)
 
     def test_the_command_prints_it(self, forge_run: Run) -> None:
         assert forge_run("explain", "train.seq_len") == (
