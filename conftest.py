@@ -13,6 +13,7 @@ sys.path += [str(Path(__file__).parent / name) for name in ("tests", "tools")]
 
 import catalogs
 import forked_starts
+import published_outputs
 import watched
 
 # A busy machine is not an error: an example may take as long as it takes. They are others in every run, so that few of
@@ -45,6 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.callbacks.append(_note_full_collection)
     forked_starts.install()
     catalogs.install()
+    published_outputs.install()
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False  # `pytest_collection_modifyitems` orders files
     config.addinivalue_line("markers", "thorough: tries the tests themselves; see tests/watched.py for when it runs")

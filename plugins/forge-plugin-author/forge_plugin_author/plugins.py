@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from attrs import asdict, frozen
@@ -12,6 +12,7 @@ from forge_core.cli.command_line import with_examples
 from forge_core.contracts.errors import ExitCode, JobError, did_you_mean
 from forge_core.plugins.catalog import Catalog, Offer
 from forge_kit.tools.json_output import add_json, print_json
+from forge_kit.tools.output_schema import FLAG, NUMBER, TEXT, Schema, array, keyed, maybe
 from forge_kit.tools.tables import columns
 
 
@@ -115,3 +116,20 @@ def table(listed: Sequence[ListedComponent], extra: Sequence[str] = ()) -> str:
     for row, cell in zip(rows, extra, strict=False):
         row.insert(-1, cell)
     return columns(rows)
+
+
+def outputs() -> Mapping[str, Schema]:
+    """Returns the schemas of what it prints with `--json`, by action."""
+    checked = keyed(error=TEXT, seconds=NUMBER, torch=FLAG, problems=array(TEXT))
+    component = keyed(
+        kind=TEXT,
+        type=TEXT,
+        distribution=TEXT,
+        version=TEXT,
+        target=TEXT,
+        editable=TEXT,
+        conflict=TEXT,
+        check=maybe(checked),
+        distribution_problems=array(TEXT),
+    )
+    return {"": array(component)}

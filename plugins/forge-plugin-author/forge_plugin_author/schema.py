@@ -17,21 +17,17 @@ from forge_core.config import field_types as types
 from forge_core.config.keys import Demand
 from forge_core.config.load import to_toml
 from forge_core.contracts.components import Component, DefaultType, FilePath
-from forge_core.contracts.errors import ExitCode, JobError, PluginError, did_you_mean
+from forge_core.contracts.errors import ExitCode, PluginError
 from forge_core.job import Job
 from forge_core.plugins.catalog import Catalog
 from forge_kit.tools.documented_keys import Key, class_doc, keys_of, one_paragraph
 from forge_kit.tools.json_output import print_json
-from forge_plugin_author.output_schemas import SCHEMAS
+from forge_kit.tools.output_schema import DIALECT, Schema, output_schema
 
-DIALECT = "https://json-schema.org/draft/2020-12/schema"
 SCALARS = {bool: "boolean", int: "integer", float: "number", str: "string", Path: "string", FilePath: "string"}
 BOUNDS = {">": "exclusiveMinimum", ">=": "minimum", "<": "exclusiveMaximum", "<=": "maximum"}
 BY_PATH = {"type": "string", "pattern": ":"}
 """A `type` that names a local file or a module: nothing is known of its keys."""
-
-Schema = dict[str, Any]
-
 
 HEADING = "extend"
 
@@ -42,31 +38,25 @@ def command(argv: list[str]) -> int:
     Editors use it for completion and checks. With a command, the schema is of its output with --json.
     """
     parser = argparse.ArgumentParser("forge-run explain schema", description=command.__doc__)
-    outputs = f"a command, for the schema of its --json (the job file): {', '.join(SCHEMAS)}"
+    outputs = "a command with --json, for the schema of what it prints (the job file)"
     parser.add_argument("command", nargs="*", metavar="NAME", help=outputs)
-    with_examples(parser, "forge-run explain schema > forge.schema.json", "forge-run explain schema inside lens")
+    with_examples(
+        parser,
+        "forge-run explain schema > forge.schema.json",
+        "forge-run explain schema inside lens",
+        "forge-run explain schema checkpoints diff",
+    )
     options = parser.parse_args(argv)
+    catalog = Catalog.installed()
     if options.command:
-        print_json(output_schema(" ".join(options.command)))
+        print_json(output_schema(" ".join(options.command), catalog))
         return ExitCode.FINISHED
-    schema, left_out = job_schema(Catalog.installed())
+    schema, left_out = job_schema(catalog)
     print(json.dumps(schema, indent=2, ensure_ascii=False))
     # Apart from the schema, so that standard output can go into a file.
     for message in left_out:
         print(f"left out: {message}", file=sys.stderr)
     return ExitCode.FINISHED
-
-
-def output_schema(command: str) -> Schema:
-    """The schema of what a command prints with `--json`.
-
-    Raises:
-        JobError: none is published; the message lists the commands that have one.
-    """
-    if command not in SCHEMAS:
-        hint = did_you_mean(command, SCHEMAS) or f"; commands with one: {', '.join(SCHEMAS)}"
-        raise JobError(f"forge-run explain schema: there is no schema of {command!r}{hint}")
-    return {"$schema": DIALECT, "title": f"forge-run {command} --json", **SCHEMAS[command]}
 
 
 def job_schema(catalog: Catalog) -> tuple[Schema, list[str]]:

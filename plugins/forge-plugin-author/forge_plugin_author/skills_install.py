@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 
 from forge_core.cli.command_line import with_examples
 from forge_core.contracts.errors import ExitCode
 from forge_kit.tools.json_output import add_json, print_json
+from forge_kit.tools.output_schema import TEXT, Schema, array, by_name, keyed
 from forge_plugin_author.skill_files import TARGETS, install, select_skills, target_folder
 
 HEADING = "extend"
@@ -41,3 +43,8 @@ def command(argv: list[str]) -> int:
     for name, names in missing.items():
         print(f"{name} uses packages that are not installed: pip install {' '.join(names)}")
     return ExitCode.FINISHED
+
+
+def outputs() -> Mapping[str, Schema]:
+    """Returns the schemas of what it prints with `--json`, by action."""
+    return {"": keyed(folder=TEXT, skills=array(TEXT), missing=by_name(array(TEXT)))}

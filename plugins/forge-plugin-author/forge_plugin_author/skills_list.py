@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 
 from forge_core.cli.command_line import with_examples
 from forge_core.contracts.errors import ExitCode
 from forge_kit.tools.commands import wrapped
 from forge_kit.tools.json_output import add_json, print_json
+from forge_kit.tools.output_schema import TEXT, Schema, array, keyed
 from forge_plugin_author.skill_files import shipped_skills
 
 HEADING = "extend"
@@ -42,3 +44,8 @@ def command(argv: list[str]) -> int:
         missing = f"\n    not installed: {' '.join(names)}" if (names := skill.missing()) else ""
         print(f"{skill.name}\n{wrapped(skill.description, '    ')}{missing}")
     return ExitCode.FINISHED
+
+
+def outputs() -> Mapping[str, Schema]:
+    """Returns the schemas of what it prints with `--json`, by action."""
+    return {"": array(keyed(name=TEXT, description=TEXT, packages=array(TEXT), missing=array(TEXT), folder=TEXT))}

@@ -19,6 +19,20 @@ from forge_core.cli.command_line import positive, with_examples
 from forge_core.contracts.errors import CheckpointError, ExitCode, JobError
 from forge_kit.tools.commands import count, gigabytes
 from forge_kit.tools.json_output import add_json, print_json
+from forge_kit.tools.output_schema import (
+    ANYTHING,
+    COUNT,
+    FLAG,
+    NUMBER,
+    SECONDS,
+    TEXT,
+    Schema,
+    array,
+    by_name,
+    keyed,
+    maybe,
+    of,
+)
 from forge_kit.tools.outputs import free_path
 from forge_kit.tools.tables import columns
 
@@ -252,7 +266,7 @@ def _rows(storage: Storage, method: How) -> Iterator[Row]:
 
 
 def verify_checkpoints(options: argparse.Namespace) -> int:
-    """Compare every file with its SHA-256, those of a base too; exit code 1 if one is damaged."""
+    """Compare every file with its SHA-256, also of a base; exit code 1 if one is damaged."""
     storage = _storage(options.run)
     steps = storage.steps()
     for step in options.steps:
@@ -502,3 +516,34 @@ def _print_table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequ
     for row in rows:
         table.add_row(*row, style="red" if "damaged" in row else None)
     Console().print(table)
+
+
+def outputs() -> Mapping[str, Schema]:
+    """Returns the schemas of what it prints with `--json`, by action."""
+    from forge_plugin_checkpoints.differences import Differences
+
+    source = keyed(path=TEXT, step=COUNT, digest=TEXT, weight=NUMBER)
+    row = keyed(
+        step=COUNT,
+        saved=maybe(SECONDS),
+        size=COUNT,
+        tokens=maybe(COUNT),
+        evaluation=maybe(keyed(step=COUNT, metrics=by_name(NUMBER))),
+        base=maybe(TEXT),
+        merged=maybe(keyed(like=TEXT, sources=array(source))),
+        faults=array(TEXT),
+    )
+    rows = {"run": TEXT, "checkpoints": array(row)}
+    listed = keyed(in_use_by=TEXT, unfinished=array(TEXT), **rows)
+    change = keyed(key=TEXT, before=ANYTHING, after=ANYTHING)
+    changes = {"progress": array(change), "job": array(change), "tensors": of(Differences)}
+    files = array(keyed(file=TEXT, bytes=COUNT))
+    return {
+        "": listed,
+        "list": listed,
+        "verify": keyed(**rows),
+        "diff": keyed(first=TEXT, second=TEXT, **changes),
+        "prune": keyed(run=TEXT, dry_run=FLAG, deleted=array(COUNT), staying=array(COUNT)),
+        "export": keyed(checkpoint=TEXT, step=COUNT, out=TEXT, files=files),
+        "merge": keyed(checkpoint=TEXT, like=maybe(TEXT), sources=array(source)),
+    }

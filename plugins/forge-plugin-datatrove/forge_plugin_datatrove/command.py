@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,18 @@ from typing import TYPE_CHECKING, Any
 from forge_core.cli.command_line import with_examples
 from forge_core.contracts.errors import ExitCode, JobError
 from forge_kit.tools.json_output import add_json, print_json
+from forge_kit.tools.output_schema import (
+    ANYTHING,
+    COUNT,
+    NUMBER,
+    TEXT,
+    Schema,
+    array,
+    by_name,
+    keyed,
+    one_of,
+    with_keys,
+)
 
 if TYPE_CHECKING:
     from forge_plugin_datatrove.execution import Work
@@ -164,3 +176,49 @@ def _print_fate(table: Table, options: argparse.Namespace) -> int:
     else:
         print(text_of_fate(fate))
     return ExitCode.FINISHED
+
+
+def outputs() -> Mapping[str, Schema]:
+    """Returns the schemas of what it prints with `--json`, by action."""
+    begun = {"format": COUNT, "arguments": by_name(ANYTHING), "inputs": TEXT}
+    reasons = by_name(COUNT)
+    steps = keyed(step=TEXT, documents=COUNT, removed=COUNT, changed=COUNT, characters_removed=COUNT, reasons=reasons)
+    filtered = keyed(
+        **begun,
+        stage=TEXT,
+        documents=COUNT,
+        characters=COUNT,
+        unreadable=reasons,
+        steps=array(steps),
+        kept=COUNT,
+        kept_characters=COUNT,
+    )
+    task = keyed(items=COUNT, short_items=COUNT, n_grams=COUNT, documents=COUNT, n_grams_found=COUNT)
+    figures = dict.fromkeys(("total", "mean", "std", "min", "max"), NUMBER)
+    counted = keyed(**begun, source=TEXT, documents=COUNT, unreadable=reasons, statistics=by_name(keyed(**figures)))
+    # On SLURM, until all tasks are complete
+    queued = keyed(queued=by_name(COUNT), job=TEXT)
+    deduplicated = with_keys(keyed(**filtered["properties"], memory=by_name(COUNT)), found=by_name(NUMBER))
+    decontaminated = keyed(**filtered["properties"], tasks=by_name(task))
+    return {
+        "filter": one_of(filtered, queued, *_fates()),
+        "dedup": one_of(deduplicated, queued),
+        "decontaminate": one_of(decontaminated, queued),
+        "stats": one_of(counted, queued),
+    }
+
+
+def _fates() -> Iterator[Schema]:
+    """What `--why` prints of a document that was removed, and of one that was kept; both may have been changed."""
+    record = with_keys(
+        keyed(id=TEXT, stage=TEXT, step=TEXT, origin=ANYTHING),
+        reason=TEXT,
+        characters=COUNT,
+        detail=TEXT,
+        minhash_cluster_id={"type": "integer"},
+        contaminated_task=TEXT,
+        contaminated_ngram=TEXT,
+        removed_ranges=array(array(COUNT)),
+    )
+    yield with_keys(keyed(id=TEXT, removed=array(record)), changed=array(record))
+    yield with_keys(keyed(id=TEXT, kept=keyed(file=TEXT, line=COUNT, origin=ANYTHING)), changed=array(record))

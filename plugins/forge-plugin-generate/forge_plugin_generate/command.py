@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from forge_core.cli.command_line import with_examples
 from forge_core.contracts.errors import ExitCode, JobError, Problem
 from forge_kit.tools.json_output import add_json, print_json
+from forge_kit.tools.output_schema import COUNT, NUMBER, TEXT, Schema, array, keyed, with_keys
 from forge_kit.tools.ranks import add_ranks, ranks_asked_for, run_on_ranks
 from forge_plugin_generate.options import add_run, add_settings, check_path, check_speculation, separated
 
@@ -418,3 +419,11 @@ def _demanded(tokenizer: Tokenizer | None, path: Path | str) -> Tokenizer:
     if tokenizer is None:
         raise ForgeError(f"the job of {path} has no tokenizer, so prompts cannot be read")
     return tokenizer
+
+
+def outputs() -> Mapping[str, Schema]:
+    """Returns the schemas of what it prints with `--json`, by action."""
+    texts = array(keyed(prompt=TEXT, text=TEXT, ids=array(COUNT)))
+    speculation = keyed(calls=COUNT, proposed=COUNT, accepted=COUNT, accepted_length=NUMBER)
+    answered = keyed(run=TEXT, checkpoint=TEXT, step=COUNT, texts=texts)
+    return {"": with_keys(answered, speculation=speculation)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +16,7 @@ from forge_core.cli.command_line import positive, with_examples
 from forge_core.contracts.errors import ExitCode, ForgeError, JobError, Problem
 from forge_core.plugins.catalog import Catalog, install_line
 from forge_kit.tools.json_output import add_json, print_json
+from forge_kit.tools.output_schema import COUNT, FLAG, NUMBER, Schema, array, keyed, maybe, of
 from forge_kit.tools.outputs import FOLDER_MARK, free_folder, write_output
 
 if TYPE_CHECKING:
@@ -370,3 +371,19 @@ def critical_batch(options: argparse.Namespace) -> int:
     else:
         print(text_of(found, branches, options.tolerance))
     return ExitCode.FINISHED
+
+
+def outputs() -> Mapping[str, Schema]:
+    """Returns the schemas of what it prints with `--json`, by action."""
+    from forge_plugin_ladder.critical_batch import Branch
+    from forge_plugin_ladder.planned import Planned
+    from forge_plugin_ladder.prediction import Prediction
+    from forge_plugin_ladder.schema import FIT
+
+    branches = {"noise_scale": maybe(NUMBER), "branches": array(of(Branch))}
+    return {
+        "plan": array(of(Planned)),
+        "fit": FIT,
+        "predict": array(of(Prediction)),
+        "critical-batch": keyed(step=COUNT, critical_batch=COUNT, is_bound=FLAG, **branches),
+    }

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import glob
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import get_args
 
 from attrs import evolve, frozen
 
@@ -16,7 +17,20 @@ from forge_core.config.load import load_job
 from forge_core.contracts.errors import ExitCode, JobError, Problem
 from forge_core.plugins.catalog import Catalog
 from forge_kit.tools.json_output import add_json
-from forge_plugin_launch.clusters import Cluster, SubmittedRun, read_cluster
+from forge_kit.tools.output_schema import (
+    ANYTHING,
+    COUNT,
+    NUMBER,
+    SECONDS,
+    TEXT,
+    Schema,
+    array,
+    keyed,
+    maybe,
+    of,
+    one_of,
+)
+from forge_plugin_launch.clusters import Cluster, State, SubmittedRun, read_cluster
 from forge_plugin_launch.node_paths import load_for
 
 OPTIONS = {
@@ -228,3 +242,24 @@ def _collisions(runs: Sequence[SubmittedRun]) -> Iterator[Problem]:
             other = by_folder[run.folder]
             yield Problem("job.name", f"{run.name!r}, as in {other}: both would train in {run.folder}", file)
         by_folder.setdefault(run.folder, file)
+
+
+def outputs() -> Mapping[str, Schema]:
+    """Returns the schemas of what it prints with `--json`, by action."""
+    from forge_plugin_launch.slurm.records import SlurmAttempt
+
+    # Only with --status; of one that is under way, `ended` is null
+    attempt = of(SlurmAttempt, ended=maybe(SECONDS))
+    of_slurm = keyed(
+        run=TEXT,
+        job=TEXT,
+        queue=TEXT,
+        step=maybe(COUNT),
+        steps=maybe(COUNT),
+        loss=maybe(NUMBER),
+        owner=TEXT,
+        attempts=array(attempt),
+    )
+    # Types of cluster have further keys, which their pages list
+    other = keyed(run=TEXT, job=TEXT, state={"enum": [*get_args(State)]}, words=TEXT)
+    return {"": one_of(of_slurm, other | {"additionalProperties": ANYTHING})}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from attrs import asdict
 from forge_core.cli.command_line import parse_job_arguments, positive, with_examples
 from forge_core.contracts.errors import ExitCode, JobError
 from forge_kit.tools.json_output import add_json, print_json
+from forge_kit.tools.output_schema import NUMBER, TEXT, Schema, array, keyed, of
 from forge_kit.tools.outputs import output_file
 from forge_kit.tools.tables import columns
 
@@ -151,3 +152,10 @@ def _table(found: Sequence[Trend], faults: Any) -> str:
             rows.append([trend.quantity, trend.what, *values, f"{trend.exponent:+.2f}", faults.get(trend, "")])
         texts.append(columns(rows))
     return "\n\n".join(texts)
+
+
+def outputs() -> Mapping[str, Schema]:
+    """Returns the schemas of what it prints with `--json`, by action."""
+    from forge_plugin_mup.coordinates import Trend
+
+    return {"": keyed(trends=array(of(Trend, fault=TEXT)), bound=NUMBER, picture=TEXT)}

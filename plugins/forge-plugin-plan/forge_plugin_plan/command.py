@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
 
 from forge_core.cli.command_line import parse_job_arguments, positive, with_examples
 from forge_kit.tools.json_output import add_json, print_json
+from forge_kit.tools.output_schema import COUNT, FLAG, NUMBER, TEXT, Schema, array, by_name, keyed, maybe
 
 HEADING = "start"
 
@@ -79,3 +81,41 @@ def _parser() -> argparse.ArgumentParser:
         "forge-run plan job.toml --calibrate runs/measured/calibration.json",
     )
     return parser
+
+
+def outputs() -> Mapping[str, Schema]:
+    """Returns the schemas of what it prints with `--json`, by action."""
+    # Without a step that can be simulated, `failure` has the reason, and figures are null
+    rank = keyed(
+        rank=COUNT,
+        pipeline_rank=COUNT,
+        state=by_name(COUNT),
+        peak=maybe(COUNT),
+        most=maybe(by_name(NUMBER)),
+        at_peak=maybe(by_name(NUMBER)),
+        flops=maybe(NUMBER),
+        sent=maybe(array(keyed(along=TEXT, kind=TEXT, times=COUNT, bytes=NUMBER))),
+        seconds_at_least=maybe(by_name(NUMBER)),
+        latency=maybe(by_name(NUMBER)),
+        launches=maybe(COUNT),
+        compiled=FLAG,
+        failure=TEXT,
+    )
+    plan = keyed(
+        world_size=COUNT,
+        layout=TEXT,
+        device=TEXT,
+        precision=TEXT,
+        parameters=COUNT,
+        trained_parameters=COUNT,
+        tokens=COUNT,
+        micro_batches=COUNT,
+        micro_batch_size=COUNT,
+        model_flops=maybe(NUMBER),
+        gpu=maybe(TEXT),
+        gpu_memory=maybe(NUMBER),
+        calibration=maybe({"type": "object"}),
+        lines=array(keyed(title=TEXT, text=TEXT)),
+        ranks=array(rank),
+    )
+    return {"": plan}

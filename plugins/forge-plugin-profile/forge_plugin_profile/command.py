@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from forge_core.cli.command_line import with_examples
 from forge_core.contracts.errors import ExitCode, JobError
 from forge_kit.tools.commands import count
 from forge_kit.tools.json_output import add_json, print_json
+from forge_kit.tools.output_schema import COUNT, FLAG, NUMBER, TEXT, Schema, array, by_name, keyed, maybe, one_of
 
 HEADING = "watch"
 
@@ -77,3 +79,29 @@ def _show(ranks: list[dict[str, Any]], traces: list[Path], gpu: str | None) -> N
     print(report(ranks), end="")
     if gpu is not None:
         print(f"\n{bounds_table(ranks[0], traces[0], gpu)}")
+
+
+def outputs() -> Mapping[str, Schema]:
+    """Returns the schemas of what it prints with `--json`, by action."""
+    named = {"name": TEXT}
+    times = dict.fromkeys(("forward_s", "backward_s", "communication_s", "counted_flops"), NUMBER)
+    phase = keyed(**named, **dict.fromkeys(("host_s", "compute_s", "communication_s", "exposed_s"), NUMBER))
+    collective = keyed(kind=TEXT, phase=TEXT, block=TEXT, times=NUMBER, seconds=NUMBER, exposed_s=NUMBER)
+    rank = keyed(
+        rank=COUNT,
+        on_gpu=FLAG,
+        steps=COUNT,
+        **{name: maybe(COUNT) for name in ("first_step", "world_size", "tokens")},
+        **{name: maybe(TEXT) for name in ("layout", "device", "precision")},
+        step_s=NUMBER,
+        idle=NUMBER,
+        busy_s=by_name(NUMBER),
+        exposed_s=NUMBER,
+        phases=array(phase),
+        collectives=array(collective),
+        layers=array(keyed(**named, **times, flops=maybe(NUMBER), bound_s=maybe(NUMBER))),
+        parts=array(keyed(**named, **times)),
+        operators=array(keyed(**named, calls=NUMBER, own_s=NUMBER, flops=NUMBER)),
+        **{name: maybe(NUMBER) for name in ("flops", "peak_flops", "peak_memory_gb", "allocated_gb")},
+    )
+    return {"": one_of(keyed(ranks=array(rank)), keyed(first=rank, second=rank))}

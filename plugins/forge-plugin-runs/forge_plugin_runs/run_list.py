@@ -14,6 +14,7 @@ from typing import Any
 from forge_core.cli.command_line import positive, with_examples
 from forge_core.contracts.errors import ExitCode, JobError
 from forge_kit.tools.json_output import add_json, print_json
+from forge_kit.tools.output_schema import COUNT, FLAG, NUMBER, SECONDS, TEXT, Schema, array, by_name, keyed, maybe
 from forge_plugin_runs.facts import STATES, RunFacts, find_runs, read_run
 from forge_plugin_runs.words import age_text, count_text, fitted, size_text, width
 
@@ -113,3 +114,46 @@ def _cells(run: RunFacts, now: float) -> list[str]:
     age = f"{age_text(now - run.updated)} ago"
     state = f"{run.state}, {run.pulse}" if run.pulse and run.pulse.life != "alive" else run.state
     return [str(run.folder), state, step, *losses, count_text(run.tokens), age, size_text(run.size)]
+
+
+def outputs() -> Mapping[str, Schema]:
+    """Returns the schemas of what it prints with `--json`, by action."""
+    return {"": array(keyed(**run_keys(), checkpoints=array(COUNT)))}
+
+
+def run_keys() -> Mapping[str, Schema]:
+    """Returns the schemas of the keys of a run that `runs` and `show` print, without its checkpoints."""
+    # As `forge_core.contracts.run_end.End` writes it
+    end = keyed(
+        code={"type": "integer"},
+        cause=TEXT,
+        reason=TEXT,
+        final=FLAG,
+        signal=TEXT,
+        step=maybe(COUNT),
+        rank=COUNT,
+        host=TEXT,
+        attempt=TEXT,
+        started=maybe(SECONDS),
+        ended=SECONDS,
+    )
+    return {
+        "run": TEXT,
+        "state": TEXT,
+        "life": maybe(TEXT),
+        "last_line_s": maybe(SECONDS),
+        "step_s": maybe(SECONDS),
+        "owner": TEXT,
+        "step": maybe(COUNT),
+        "steps": maybe(COUNT),
+        "loss": maybe(NUMBER),
+        "held_out_loss": maybe(NUMBER),
+        "evaluation": maybe(by_name(NUMBER)),
+        "evaluated": maybe(COUNT),
+        "tokens": maybe(COUNT),
+        "updated": maybe(SECONDS),
+        "size": COUNT,
+        "ended": TEXT,
+        "end": maybe(end),
+        "problem": TEXT,
+    }

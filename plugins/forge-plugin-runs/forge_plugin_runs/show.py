@@ -19,9 +19,11 @@ from forge_core.cli.command_line import with_examples
 from forge_core.contracts.errors import ExitCode
 from forge_core.plugins.catalog import Catalog
 from forge_kit.tools.json_output import add_json, print_json
+from forge_kit.tools.output_schema import ANYTHING, COUNT, NUMBER, SECONDS, TEXT, Schema, array, by_name, keyed, maybe
 from forge_kit.tools.tables import columns
 from forge_plugin_runs.facts import RunFacts, demand_run, finite, manifest_of, read_run, size_of
 from forge_plugin_runs.life import LIVES, Pulse
+from forge_plugin_runs.run_list import run_keys
 from forge_plugin_runs.words import age_text, count_text, size_text
 
 INTERNAL = (LOCK,)
@@ -226,3 +228,20 @@ def _clock(seconds: float) -> str:
 
 def _plain(value: Any) -> str:
     return f"{value:,.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def outputs() -> Mapping[str, Schema]:
+    """Returns the schemas of what it prints with `--json`, by action."""
+    checkpoint = keyed(step=COUNT, saved=maybe(SECONDS), tokens=maybe(COUNT), evaluation=maybe(by_name(NUMBER)))
+    run = keyed(
+        **run_keys(),
+        checkpoints=array(checkpoint),
+        job=by_name(ANYTHING),
+        components=by_name(TEXT),
+        versions=by_name(TEXT),
+        metrics=by_name(ANYTHING),
+        files=by_name(COUNT),
+        started_in=TEXT,
+        next=TEXT,
+    )
+    return {"": run}

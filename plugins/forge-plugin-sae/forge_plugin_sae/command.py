@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from forge_core.contracts.errors import ExitCode, JobError
 from forge_core.plugins.catalog import Catalog
 from forge_kit.tools.commands import load_component
 from forge_kit.tools.json_output import add_json, print_json
+from forge_kit.tools.output_schema import COUNT, NUMBER, TEXT, Schema, array, keyed, maybe
 from forge_kit.tools.outputs import free_folder
 from forge_kit.tools.tables import columns
 from forge_plugin_sae.sae import SAE
@@ -85,7 +86,7 @@ def share(text: str) -> float:
 
 
 def _row(trained: Trained) -> dict[str, Any]:
-    """The figures of an autoencoder; those of held-out samples are None where nothing was held out."""
+    """The figures of an autoencoder; None for held-out samples where nothing was held out."""
     counts = {name: getattr(trained, name) for name in ("point", "latents", "rows", "updates", "dead")}
     return counts | {name: trained.figures.get(name) for name in ("explained_variance", "l0")}
 
@@ -97,3 +98,10 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
         figures = ["nan" if row[name] is None else f"{row[name]:.4g}" for name in ("explained_variance", "l0")]
         cells.append((*counts, *figures, f"{row['dead']} of {row['latents']}"))
     return columns(cells)
+
+
+def outputs() -> Mapping[str, Schema]:
+    """Returns the schemas of what it prints with `--json`, by action."""
+    counts = dict.fromkeys(("latents", "rows", "updates", "dead"), COUNT)
+    point = keyed(point=TEXT, **counts, explained_variance=maybe(NUMBER), l0=maybe(NUMBER))
+    return {"": keyed(samples=TEXT, out=TEXT, points=array(point))}

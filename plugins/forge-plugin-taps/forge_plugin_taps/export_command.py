@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from forge_core.cli.command_line import with_examples
 from forge_core.contracts.errors import ExitCode, JobError
 from forge_kit.tools.json_output import add_json, print_json
+from forge_kit.tools.output_schema import COUNT, TEXT, Schema, array, keyed
 from forge_kit.tools.outputs import free_folder, new_folder
 from forge_kit.tools.tables import columns
 
@@ -94,3 +96,11 @@ def _export(options: argparse.Namespace, steps: list[Path]) -> int:
         facts = {"store": options.store, "steps": _numbers(steps), "points": list(steps_with(steps))}
         print_json({**facts, "to": options.to, "out": out, "cast_to_float32": cast_points(steps)})
     return ExitCode.FINISHED
+
+
+def outputs() -> Mapping[str, Schema]:
+    """Returns the schemas of what it prints with `--json`, by action."""
+    steps = {"store": TEXT, "steps": array(COUNT)}
+    point = keyed(point=TEXT, shape=array(COUNT), dtype=TEXT)
+    exported = keyed(**steps, points=array(TEXT), to=TEXT, out=TEXT, cast_to_float32=array(TEXT))
+    return {"show": keyed(**steps, points=array(point)), "export": exported}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from forge_core.checkpoint.run_folder import refuse_file, storage_of
 from forge_core.cli.command_line import parse_job_arguments, positive, with_examples
 from forge_core.contracts.errors import ExitCode, JobError
 from forge_kit.tools.json_output import add_json, print_json
+from forge_kit.tools.output_schema import COUNT, TEXT, Schema, keyed
 from forge_kit.tools.outputs import free_folder
 from forge_kit.tools.ranks import add_ranks, ranks_asked_for, run_on_ranks
 
@@ -101,3 +102,8 @@ def _extract(options: argparse.Namespace, path: Path, overrides: Sequence[str]) 
     else:
         print(f"{written:,} sequences at step {trained.step:,}: {options.out}")
     return ExitCode.FINISHED
+
+
+def outputs() -> Mapping[str, Schema]:
+    """Returns the schemas of what it prints with `--json`, by action."""
+    return {"": keyed(run=TEXT, checkpoint=TEXT, step=COUNT, sequences=COUNT, out=TEXT)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,21 @@ from forge_core.cli.command_line import positive, with_examples
 from forge_core.contracts.errors import ExitCode, JobError
 from forge_kit.tools.commands import gigabytes
 from forge_kit.tools.json_output import add_json, json_text, print_json
+from forge_kit.tools.output_schema import (
+    ANYTHING,
+    COUNT,
+    FLAG,
+    NUMBER,
+    TEXT,
+    Schema,
+    array,
+    by_name,
+    keyed,
+    maybe,
+    of,
+    one_of,
+    with_keys,
+)
 from forge_kit.tools.outputs import MARK, free_path, output_file, write_output
 from forge_kit.tools.tables import columns
 
@@ -361,3 +376,35 @@ def _export_adapters(options: argparse.Namespace) -> int:
         print(path)
     _print_pushed(options, folder)
     return ExitCode.FINISHED
+
+
+def outputs() -> Mapping[str, Schema]:
+    """Returns the schemas of what it prints with `--json`, by action."""
+    from forge_plugin_weights.verifying import LogitDifference, TensorDifference
+
+    computed = of(LogitDifference)
+    tensors = keyed(equal=COUNT, rounded=by_name(NUMBER))
+    parity = keyed(tensors=tensors, model=array(TEXT), computed=maybe(computed), versions=by_name(TEXT))
+    # The first two of an export to a single file or of adapters; `pushed` and `merging` by their options
+    exported = with_keys(
+        keyed(out=TEXT, files=array(TEXT)),
+        parity=parity,
+        pushed=TEXT,
+        merging=keyed(matrices=COUNT, lost=NUMBER, name=TEXT),
+    )
+    compared = {"model": array(TEXT), "tensors": array(of(TensorDifference))}
+    return {
+        "inspect": keyed(supported=FLAG, keys=array(keyed(key=TEXT, value=TEXT, in_forge=TEXT)), images=array(TEXT)),
+        "import": keyed(
+            run=TEXT,
+            start=TEXT,
+            notes=array(TEXT),
+            model_type=TEXT,
+            files=by_name(TEXT),
+            digests=by_name(maybe(TEXT)),
+            left_out=array(TEXT),
+            ignored=by_name(ANYTHING),
+        ),
+        "export": exported,
+        "verify": keyed(**compared, computed=one_of(computed, keyed(features=NUMBER))),
+    }

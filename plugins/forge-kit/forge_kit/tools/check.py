@@ -18,6 +18,7 @@ from forge_kit.data.budgets import Budgets, check_budgets, measured_sources, rep
 from forge_kit.data.damage import Damage, decode_sources, default_workers
 from forge_kit.tools.commands import count
 from forge_kit.tools.json_output import add_json, print_json
+from forge_kit.tools.output_schema import ANYTHING, COUNT, FLAG, TEXT, Schema, array, by_name, keyed, maybe, with_keys
 from forge_kit.tools.tables import columns
 
 if TYPE_CHECKING:
@@ -145,3 +146,18 @@ def _facts(problem: Problem) -> dict[str, Any]:
     file, number = (place, int(line)) if line.isdecimal() else (problem.origin, None)
     facts = {"file": file, "line": number, "key": problem.path, "message": problem.message}
     return facts | {"id": problem.id, "suggestion": problem.suggestion}
+
+
+def outputs() -> Mapping[str, Schema]:
+    """Returns the schemas of what it prints with `--json`, by action."""
+    problem = keyed(file=TEXT, line=maybe(COUNT), key=TEXT, message=TEXT, id=TEXT, suggestion=maybe(TEXT))
+    # Unknown keys are left out: the first three of a job with problems, the others without their options
+    known = {"layout": TEXT, "components": by_name(TEXT), "distributions": by_name(TEXT)}
+    checked = with_keys(
+        keyed(ok=FLAG, files=array(TEXT), problems=array(problem)),
+        **known,
+        data=by_name(ANYTHING),
+        decoded=by_name(ANYTHING),
+    )
+    is_right = {"if": {"properties": {"ok": {"const": True}}}, "then": {"required": [*known]}}
+    return {"": checked | is_right}

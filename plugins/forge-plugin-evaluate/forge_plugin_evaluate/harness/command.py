@@ -16,6 +16,7 @@ from forge_core.contracts.errors import ExitCode, ForgeError
 from forge_core.launch.world import join_world
 from forge_kit.tools.commands import count
 from forge_kit.tools.json_output import add_json, only_json, plain, print_json
+from forge_kit.tools.output_schema import ANYTHING, COUNT, NUMBER, TEXT, Schema, by_name, keyed
 from forge_kit.tools.outputs import MARK, output_file, write_output
 from forge_kit.tools.ranks import add_ranks, run_on_ranks
 from forge_plugin_evaluate.harness.around import RequestTimes, describe, quiet_commit
@@ -196,3 +197,12 @@ def _parser() -> argparse.ArgumentParser:
         "forge-run evaluate runs/large --tasks hellaswag --nproc 2 --parallel.tp.degree=2",
     )
     return parser
+
+
+def outputs() -> Mapping[str, Schema]:
+    """Returns the schemas of what it prints with `--json`, by action."""
+    # All but the first three keys are the harness' own, which may have more with another version
+    seconds = dict.fromkeys(("before_s", "requests_s", "between_s", "after_s"), NUMBER)
+    of_harness = {name: by_name(ANYTHING) for name in ("results", "configs", "versions", "config")}
+    results = keyed(checkpoint=TEXT, step=COUNT, times=keyed(**seconds), **of_harness)
+    return {"": results | {"additionalProperties": ANYTHING}}

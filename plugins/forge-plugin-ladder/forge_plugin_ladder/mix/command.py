@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from forge_core.cli.command_line import positive, with_examples
 from forge_core.contracts.errors import ExitCode, ForgeError, JobError
 from forge_core.plugins.catalog import Catalog
 from forge_kit.tools.json_output import add_json, print_json
+from forge_kit.tools.output_schema import COUNT, INTERVAL, NUMBER, TEXT, Schema, array, by_name, keyed
 from forge_kit.tools.outputs import FOLDER_MARK, free_folder, output_file, write_output
 
 if TYPE_CHECKING:
@@ -202,3 +204,23 @@ def write_mix(options: argparse.Namespace) -> int:
     write_output(options.out, "--out", comment_of(facts) + dump_job(changed, files.catalog))
     print(options.out)
     return ExitCode.FINISHED
+
+
+def outputs() -> Mapping[str, Schema]:
+    """Returns the schemas of what it prints with `--json`, by action."""
+    shares = by_name(NUMBER)
+    part = keyed(natural=NUMBER, share=NUMBER, interval=INTERVAL)
+    counts = {"runs": COUNT, "resamples": COUNT}
+    figures = dict.fromkeys(("spread", "natural", "objective", "gain", "rank_correlation"), NUMBER)
+    by_source = {name: by_name(NUMBER) for name in ("metrics", "weights", "epochs", "natural_weights")}
+    fit = keyed(
+        law=TEXT,
+        **counts,
+        left_out=by_name(TEXT),
+        laws=by_name(keyed(c=NUMBER, a=shares)),
+        parts=by_name(part),
+        **by_source,
+        **figures,
+        gain_interval=INTERVAL,
+    )
+    return {"plan": array(keyed(run=TEXT, shares=shares)), "fit": fit}

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forge_core.cli.command_line import positive, with_examples
 from forge_kit.tools.commands import count
 from forge_kit.tools.json_output import add_json, print_json
+from forge_kit.tools.output_schema import COUNT, TEXT, Schema, array, by_name, keyed, maybe, one_of
 from forge_kit.tools.outputs import free_folder
 from forge_plugin_memmap.manifest import INPUTS, MANIFEST, PARTS, TRAIN, UNFINISHED
 from forge_plugin_memmap.origins import FILE, KEPT, LINE
@@ -248,3 +249,17 @@ def _cores() -> int:
     """Returns the number of cores that this process may use."""
     # `sched_getaffinity` does not exist on macOS
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def outputs() -> Mapping[str, Schema]:
+    """Returns the schemas of what it prints with `--json`, by action."""
+    split = keyed(documents=COUNT, tokens=COUNT, bytes=COUNT, files=array(TEXT))
+    dropped = by_name(keyed(count=COUNT, examples=array(TEXT)))
+    tokenizer = {"type": "object"}
+    whole = keyed(
+        out=TEXT, splits=keyed(train=split, held_out=split), kept=by_name(COUNT), dropped=dropped, tokenizer=tokenizer
+    )
+    # Null once the parts are joined
+    counts = {name: maybe(COUNT) for name in ("documents", "tokens", "bytes")}
+    part = keyed(out=TEXT, part=TEXT, **counts, dropped=maybe(dropped), tokenizer=maybe(tokenizer))
+    return {"": one_of(whole, part)}

@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from forge_core.cli.command_line import parse_job_arguments, positive, with_examples
 from forge_core.contracts.errors import JobError, Problem
 from forge_kit.tools.commands import count
 from forge_kit.tools.json_output import add_json, print_json
+from forge_kit.tools.output_schema import (
+    ANYTHING,
+    COUNT,
+    FLAG,
+    TEXT,
+    Schema,
+    array,
+    by_name,
+    keyed,
+    maybe,
+    of,
+    with_keys,
+)
 
 if TYPE_CHECKING:
     from forge_core.job import Job
@@ -95,3 +108,41 @@ def _parser() -> argparse.ArgumentParser:
         "forge-run data runs/base/job.toml --step 9100 --documents",
     )
     return parser
+
+
+def outputs() -> Mapping[str, Schema]:
+    """Returns the schemas of what it prints with `--json`, by action."""
+    from forge_plugin_plan.data_view.view import SourceView
+
+    origin = keyed(file=TEXT, line=maybe(COUNT), kept=by_name(ANYTHING))
+    document = keyed(position=COUNT, tokens=COUNT, document=COUNT, from_token=COUNT, origin=maybe(origin))
+    pieces = array(keyed(text=TEXT, special=FLAG))
+    run = keyed(
+        kind=TEXT, learned=FLAG, document=maybe(COUNT), positions=COUNT, text=TEXT, pieces=pieces, ids=array(COUNT)
+    )
+    sample = keyed(
+        sample=COUNT,
+        source=TEXT,
+        where=TEXT,
+        positions=COUNT,
+        learned=COUNT,
+        padding=COUNT,
+        images=array(array(COUNT)),
+        entries=by_name(array(COUNT)),
+        left_out=COUNT,
+        runs=array(run),
+        documents=array(document),
+    )
+    view = keyed(
+        steps=COUNT,
+        global_batch_size=COUNT,
+        seq_len=COUNT,
+        vocab_size=maybe(COUNT),
+        sources=array(of(SourceView)),
+        fill=keyed(samples=COUNT, positions=COUNT, learned=COUNT, ignored=COUNT, padding=COUNT),
+        labels_are_next_inputs=FLAG,
+        step=COUNT,
+        samples=array(sample),
+        documents=array(with_keys(document, sample=COUNT)),
+    )
+    return {"": view}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from forge_core.cli.command_line import parse_job_arguments, positive, with_examples
 from forge_core.contracts.errors import JobError
 from forge_kit.tools.commands import count
 from forge_kit.tools.json_output import add_json, print_json
+from forge_kit.tools.output_schema import COUNT, TEXT, Schema, array, keyed
 from forge_kit.tools.outputs import output_file, write_output
 from forge_plugin_plan.data_view.command import add_position, position_problems
 
@@ -79,3 +81,8 @@ def _parser() -> argparse.ArgumentParser:
         "forge-run data picture job.toml --step 100 --sample 7 --out look.html",
     )
     return parser
+
+
+def outputs() -> Mapping[str, Schema]:
+    """Returns the schemas of what it prints with `--json`, by action."""
+    return {"": keyed(out=TEXT, step=COUNT, sample=COUNT, title=TEXT, faults=array(TEXT))}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from forge_core.cli.command_line import parse_job_arguments, positive, with_examples
 from forge_core.contracts.errors import ExitCode, JobError
 from forge_kit.tools.json_output import add_json, print_json
+from forge_kit.tools.output_schema import COUNT, SECONDS, TEXT, Schema, array, by_name, keyed, of, one_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -176,3 +178,13 @@ def rank_count(text: str) -> int:
     if value < 2:
         raise argparse.ArgumentTypeError("must be at least 2: one has nobody to talk to")
     return value
+
+
+def outputs() -> Mapping[str, Schema]:
+    """Returns the schemas of what it prints with `--json`, by action."""
+    from forge_plugin_plan.doctor.results import Result
+
+    check = of(Result, group=TEXT, seconds=SECONDS)
+    found = {"time": TEXT, "seconds": SECONDS, "versions": by_name(TEXT), "checks": array(check)}
+    here, cluster = keyed(host=TEXT, system=TEXT, **found), keyed(hosts=array(TEXT), ranks=COUNT, **found)
+    return {"": one_of(here, cluster)}

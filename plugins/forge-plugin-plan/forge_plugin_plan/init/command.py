@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge_core.cli.command_line import with_examples
 from forge_kit.tools.json_output import add_json, print_json
+from forge_kit.tools.output_schema import COUNT, TEXT, Schema, array, keyed, maybe, of
 from forge_kit.tools.outputs import free_path
 
 if TYPE_CHECKING:
@@ -301,3 +303,20 @@ def _as_json(draft: Draft, path: Path) -> dict[str, Any]:
             "remarks": list(draft.corpus.remarks),
         },
     }
+
+
+def outputs() -> Mapping[str, Schema]:
+    """Returns the schemas of what it prints with `--json`, by action."""
+    from forge_plugin_plan.init.sizes import Budget, Machine, Sizes
+
+    draft = keyed(
+        path=TEXT,
+        start=maybe(TEXT),
+        name=TEXT,
+        sizes=of(Sizes, tokens=COUNT),
+        vocab_size=COUNT,
+        machine=of(Machine),
+        budget=of(Budget),
+        data=keyed(bytes=maybe(COUNT), tokens=maybe(COUNT), remarks=array(TEXT)),
+    )
+    return {"": draft}

@@ -12,6 +12,7 @@ from forge_core.cli.command_line import parse_job_arguments, positive, with_exam
 from forge_core.contracts.errors import ExitCode, JobError, did_you_mean, listed
 from forge_core.launch.world import join_world
 from forge_kit.tools.json_output import add_json, print_json
+from forge_kit.tools.output_schema import COUNT, NUMBER, TEXT, Schema, array, keyed, maybe, of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -168,3 +169,19 @@ def _parser() -> argparse.ArgumentParser:
         "forge-run doctor drill job.toml --nproc 8 --launch.hang_timeout_s=120 --json > drill.json",
     )
     return parser
+
+
+def outputs() -> Mapping[str, Schema]:
+    """Returns the schemas of what it prints with `--json`, by action."""
+    from forge_plugin_resilience.drill.results import Result
+
+    drill = keyed(
+        job=TEXT,
+        ranks=COUNT,
+        steps=COUNT,
+        baseline=keyed(seconds=NUMBER, start_s=maybe(NUMBER), step_s=maybe(NUMBER)),
+        spread=maybe(NUMBER),
+        faults=array(of(Result)),
+        not_drilled=array(keyed(fault=TEXT, reason=TEXT)),
+    )
+    return {"": drill}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
 
 from forge_core.cli.command_line import with_examples
 from forge_core.contracts.errors import ExitCode, JobError
 from forge_kit.tools.json_output import add_json, print_json
+from forge_kit.tools.output_schema import Schema, array, one_of
 from forge_kit.tools.outputs import output_file
 from forge_plugin_resilience.goodput.report import describe, facts_of
 from forge_plugin_resilience.goodput.run_account import RunAccount, read_run
@@ -61,3 +63,10 @@ def _draw(run: RunAccount, path: Path) -> None:
         draw(run.account, path, run.folder.name)
     except OSError as error:
         raise JobError(f"--picture {path}: {error.strerror}") from error
+
+
+def outputs() -> Mapping[str, Schema]:
+    """Returns the schemas of what it prints with `--json`, by action."""
+    from forge_plugin_resilience.goodput.schema import ACCOUNT
+
+    return {"": one_of(ACCOUNT, array(ACCOUNT))}

@@ -6,7 +6,7 @@ import argparse
 import os
 import socket
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -14,6 +14,7 @@ import attrs
 from forge_core.cli.command_line import parse_job_arguments, with_examples
 from forge_core.contracts.errors import ExitCode, ForgeError
 from forge_kit.tools.json_output import add_json, print_json
+from forge_kit.tools.output_schema import COUNT, NUMBER, TEXT, Schema, array, keyed, maybe, of
 from forge_kit.tools.ranks import add_ranks, ranks_asked_for, run_on_ranks
 
 if TYPE_CHECKING:
@@ -140,3 +141,11 @@ def facts_of(rows: Sequence[Any], links: Sequence[Link], wrong: Sequence[str]) -
 def _table(cells: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+
+
+def outputs() -> Mapping[str, Schema]:
+    """Returns the schemas of what it prints with `--json`, by action."""
+    from forge_plugin_resilience.health.links import Link
+
+    rank = keyed(rank=COUNT, host=TEXT, gpu=TEXT, matmul_ms=maybe(NUMBER), faults=array(TEXT))
+    return {"": keyed(ranks=array(rank), links=array(of(Link)), problems=array(TEXT))}

@@ -24,6 +24,7 @@ from forge_core.contracts.runtime import SpreadStorage
 from forge_core.launch.world import join_world
 from forge_kit.tools.json_output import add_json, print_json
 from forge_kit.tools.metrics import read_metrics
+from forge_kit.tools.output_schema import COUNT, NUMBER, TEXT, Schema, array, keyed, maybe
 from forge_kit.tools.outputs import new_folder
 from forge_kit.tools.ranks import ranks_asked_for
 from forge_plugin_resilience.sdc.faults import Record
@@ -153,3 +154,19 @@ def _started_in(run: Path) -> Path | None:
     except (OSError, ValueError, KeyError):
         return None
     return Path(folder) if os.path.isdir(folder) else None
+
+
+def outputs() -> Mapping[str, Schema]:
+    """Returns the schemas of what it prints with `--json`, by action."""
+    computed = keyed(loss=NUMBER, grad_norm=maybe(NUMBER), gradients=array(TEXT))
+    replayed = keyed(
+        run=TEXT,
+        step=COUNT,
+        recorded=computed,
+        again=computed,
+        cause={"enum": ["hardware", "data", "weights", None]},
+        verdict=TEXT,
+        sequences=COUNT,
+        worst=array(keyed(loss=NUMBER, source=TEXT, text=TEXT)),
+    )
+    return {"": replayed}

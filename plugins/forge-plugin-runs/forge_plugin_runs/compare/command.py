@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge_core.cli.command_line import parse_job_arguments, positive, with_examples
 from forge_core.contracts.errors import ExitCode, ForgeError, JobError
 from forge_kit.tools.json_output import add_json, print_json
+from forge_kit.tools.output_schema import ANYTHING, COUNT, NUMBER, TEXT, Schema, array, by_name, keyed, maybe
 from forge_kit.tools.outputs import FOLDER_MARK, MARK, free_folder, output_file, write_output
 from forge_kit.tools.run_owner import metrics_file
 
@@ -164,3 +165,27 @@ def _show(outcomes: Sequence[Outcome], options: argparse.Namespace, out: Path | 
         print(f"\n{table if fits else as_list(rows, failed, logs, width)}")
     if out is not None and rows:
         print(f"\n{out / PICTURE}")
+
+
+def outputs() -> Mapping[str, Schema]:
+    """Returns the schemas of what it prints with `--json`, by action."""
+    # Of several seeds, figures are means
+    row = keyed(
+        label=TEXT,
+        job=TEXT,
+        settings=by_name(ANYTHING),
+        runs=array(TEXT),
+        ended=TEXT,
+        ordered_by={"enum": ["held_out", "mean_loss"]},
+        difference=maybe(NUMBER),
+        held_out=maybe(NUMBER),
+        held_out_std=maybe(NUMBER),
+        loss=maybe(NUMBER),
+        mean_loss=maybe(NUMBER),
+        steps=maybe(COUNT),
+        tokens=maybe(NUMBER),
+        step_seconds=maybe(NUMBER),
+        cpu_seconds=maybe(NUMBER),
+        peak_memory=maybe(NUMBER),
+    )
+    return {"": keyed(rows=array(row), failed=array(keyed(label=TEXT, run=TEXT, ended=TEXT)))}

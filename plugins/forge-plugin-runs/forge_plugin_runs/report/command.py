@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from forge_core.cli.command_line import with_examples
 from forge_core.contracts.errors import ExitCode, JobError
 from forge_core.plugins.catalog import Catalog, core_version
 from forge_kit.tools.json_output import add_json, print_json
+from forge_kit.tools.output_schema import COUNT, TEXT, Schema, array, keyed
 from forge_kit.tools.outputs import output_file, write_output
 from forge_kit.tools.report_sections import ReportSection
 from forge_plugin_runs.report.collect import runs_of, sections_of
@@ -104,3 +105,8 @@ def write_report(
     # A file name that is not UTF-8 has lone surrogates, which cannot be encoded as such
     write_output(out, "out", content := page.encode(errors="backslashreplace"))
     return len(content)
+
+
+def outputs() -> Mapping[str, Schema]:
+    """Returns the schemas of what it prints with `--json`, by action."""
+    return {"": keyed(out=TEXT, bytes=COUNT, runs=array(TEXT))}

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from forge_core.cli.command_line import with_examples
 from forge_core.contracts.errors import ExitCode, JobError
 from forge_kit.tools.json_output import print_json
+from forge_kit.tools.output_schema import COUNT, NUMBER, TEXT, Schema, array, keyed
 from forge_kit.tools.tables import columns
 from forge_plugin_taps.lens.prompts import (
     add_model,
     load,
     picture_path,
     prompt_ids,
+    prompt_keys,
     run_facts,
     title_of,
     token_facts,
@@ -111,3 +113,9 @@ def _table(heads: Sequence[dict[str, Any]]) -> str:
         figures = [f"{head[name]:.3f}" for name in ("entropy", "itself", "before", "first")]
         rows.append([head["layer"], str(head["head"]), *figures])
     return columns(rows)
+
+
+def outputs() -> Mapping[str, Schema]:
+    """Returns the schemas of what it prints with `--json`, by action."""
+    head = keyed(layer=TEXT, head=COUNT, entropy=NUMBER, itself=NUMBER, before=NUMBER, first=NUMBER)
+    return {"": keyed(**prompt_keys(), heads=array(head))}

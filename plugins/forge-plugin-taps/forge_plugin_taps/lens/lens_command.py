@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from forge_core.cli.command_line import positive, with_examples
 from forge_core.contracts.data import Tokenizer
 from forge_core.contracts.errors import ExitCode
 from forge_kit.tools.json_output import print_json
+from forge_kit.tools.output_schema import COUNT, NUMBER, TEXT, Schema, array, keyed, one_of
 from forge_kit.tools.tables import columns
 from forge_plugin_taps.lens.prompts import (
     add_model,
     load,
     picture_path,
     prompt_ids,
+    prompt_keys,
     run_facts,
     title_of,
     token_facts,
@@ -132,3 +135,12 @@ def _cells(tokenizer: Tokenizer, ids: list[int], probabilities: list[float]) -> 
     pairs = zip(token_texts(tokenizer, ids), probabilities, strict=True)
     # Without the backslash that protects a dollar from matplotlib
     return [f"{text.replace(chr(92), '')} {probability:.3f}" for text, probability in pairs]
+
+
+def outputs() -> Mapping[str, Schema]:
+    """Returns the schemas of what it prints with `--json`, by action."""
+    likely = keyed(id=COUNT, text=TEXT, probability=NUMBER)
+    position = keyed(position=COUNT, divergence=NUMBER, entropy=NUMBER, top=array(likely))
+    layers = array(keyed(point=TEXT, positions=array(position)))
+    points = keyed(run=TEXT, checkpoint=TEXT, step=COUNT, points=array(TEXT))
+    return {"": one_of(keyed(**prompt_keys(), layers=layers), points)}

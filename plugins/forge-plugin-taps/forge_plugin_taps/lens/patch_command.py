@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from forge_core.cli.command_line import with_examples
 from forge_core.contracts.data import Tokenizer
 from forge_core.contracts.errors import ExitCode, JobError
 from forge_kit.tools.json_output import print_json
+from forge_kit.tools.output_schema import COUNT, NUMBER, TEXT, Schema, array, keyed
 from forge_kit.tools.tables import columns
 from forge_plugin_taps.lens.prompts import (
     add_model,
@@ -136,3 +137,12 @@ def _single(tokenizer: Tokenizer, text: str) -> int:
     if len(ids) != 1:
         raise JobError(f"{text!r} is {len(ids)} tokens of this tokenizer; an answer is a single one")
     return ids[0]
+
+
+def outputs() -> Mapping[str, Schema]:
+    """Returns the schemas of what it prints with `--json`, by action."""
+    token = keyed(id=COUNT, text=TEXT)
+    side = keyed(prompt=TEXT, tokens=array(token), answer=token, logit_difference=NUMBER)
+    points = array(keyed(point=TEXT, effects=array(NUMBER)))
+    patched = keyed(run=TEXT, checkpoint=TEXT, step=COUNT, clean=side, corrupted=side, points=points, picture=TEXT)
+    return {"": patched}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ from forge_core.contracts.data import Tokenizer
 from forge_core.contracts.errors import ForgeError, JobError
 from forge_kit.data.tokenizers import begin_of_text
 from forge_kit.tools.json_output import add_json
+from forge_kit.tools.output_schema import COUNT, TEXT, Schema, array, keyed
 from forge_kit.tools.outputs import output_file
 
 if TYPE_CHECKING:
@@ -89,6 +90,19 @@ def token_texts(tokenizer: Tokenizer, ids: Sequence[int], has_glyphs: Callable[[
 def run_facts(options: argparse.Namespace, trained: TrainedModel) -> dict[str, Any]:
     """Returns what was loaded, for `--json`: the run as the user named it, the checkpoint and its step."""
     return {"run": options.path, "checkpoint": trained.checkpoint, "step": trained.step}
+
+
+def prompt_keys() -> Mapping[str, Schema]:
+    """Returns the schemas of the keys that commands about one prompt begin with."""
+    token = keyed(id=COUNT, text=TEXT)
+    return {
+        "run": TEXT,
+        "checkpoint": TEXT,
+        "step": COUNT,
+        "prompt": TEXT,
+        "tokens": array(token),
+        "picture": TEXT,
+    }
 
 
 def token_facts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[dict[str, Any]]:
