@@ -4,7 +4,8 @@
 
 Three corpora: the standard library of the running Python, manual pages, and what packages put into /usr/share/doc.
 Each is filtered, deduplicated and decontaminated (`forge-run data filter`, `dedup`, `decontaminate`), and tokenised in
-three parts by an array on a SLURM cluster of two nodes on loopback, with a dependent job that joins them. Twelve
+three parts by an array on a SLURM cluster of two nodes on loopback, with a dependent job that joins them
+(`data prepare --parts`). Twelve
 proxies decide the mixture that is best for held-out Python (`data mix`), a run trains on it, another one on the natural
 mixture, and `data --documents` goes from the tokens of one step back to the files of this machine, which are read and
 compared. Two processes at most work at the same time.
@@ -240,7 +241,7 @@ class DataPath:
         """Queues an array of parts and a join of each corpus, and waits for the last join."""
         if reason := missing():
             sys.exit(reason)
-        (self.folder / "logs").mkdir(exist_ok=True)
+        self.write("slurm.toml", "[cluster]\ncpus_per_task = 1\n")
         manifests = {name: self.folder / f"data/{name}/manifest.json" for name in CORPORA}
         # Not in FOLDER, as the path of munge's socket must be short. It stays, with the logs of SLURM
         cluster = SlurmCluster(Path(tempfile.mkdtemp(prefix="slurm-")), nodes=2, cpus=1)
@@ -252,7 +253,7 @@ class DataPath:
         finally:
             cluster.stop()
         if any(each.get("JobState") != "COMPLETED" for each in facts):
-            sys.exit(f"jobs ended as {facts}; see {self.folder / 'logs'}")
+            sys.exit(f"jobs ended as {facts}; see {self.folder}/data/*-queue/slurm")
         splits = {name: json.loads(path.read_text())["splits"] for name, path in manifests.items()}
         return {"splits": splits, "nodes": sorted({each["NodeList"] for each in facts})}
 
@@ -265,15 +266,10 @@ class DataPath:
 
     def queue(self, cluster: SlurmCluster, name: str) -> tuple[str, str]:
         """Returns the numbers of the array and of the join."""
-        command = " ".join(("forge-run", *self.prepare(name), "--out", f"data/{name}"))
-        log = f"--output={self.folder / 'logs' / name}-%j.log"
-
-        def submit(wrapped: str, *options: str) -> str:
-            return cluster.run("sbatch", "--parsable", log, *options, "--wrap", wrapped, cwd=self.folder)
-
-        array = submit(f"{command} --part $SLURM_ARRAY_TASK_ID/{PARTS}", f"--array=1-{PARTS}")
-        # Without the second option, a join whose array has failed would wait for ever
-        return array, submit(f"{command} --join", f"--dependency=afterok:{array}", "--kill-on-invalid-dep=yes")
+        options = ("--out", f"data/{name}", "--parts", str(PARTS), "--on", "slurm.toml")
+        print(cluster.run("forge-run", *self.prepare(name), *options, cwd=self.folder), flush=True)
+        jobs = json.loads((self.folder / f"data/{name}-queue/slurm/jobs.json").read_text())
+        return jobs["parts"], jobs["join"]
 
     def compare(self) -> None:
         """Compare the joined parts of a corpus with one command that has no parts."""
