@@ -180,9 +180,13 @@ class Supervisor:
                 ended = self._wait()
             finally:
                 self._kill()
+        run = RunFolder(self._logs.parent)
         # What another node has ended is recorded there
         if ended.end is not None and not ended.is_echo:
-            _record(RunFolder(self._logs.parent), ended.end, began)
+            _record(run, ended.end, began)
+            if self._node.count > 1 and ended.end.cause is Cause.FAILED and (killed := _killed_elsewhere(run, began)):
+                cause = f"the cause, on {killed.host}: {killed.reason}"
+                return ended._replace(message=f"{ended.message}\nforge-run: {cause}")
         return ended
 
     def _start(self) -> None:
@@ -364,6 +368,22 @@ def _record(run: RunFolder, end: End, began: float) -> None:
         # What ended the run may keep this from being written, too, such as a full disk
         with suppress(OSError):
             run.write_end(end, supersede=True)
+
+
+def _killed_elsewhere(run: RunFolder, began: float) -> End | None:
+    """The kill of a rank on another node, whose launcher records it; None if there is none within its time for that.
+
+    The error of a rank here is then only a lost connection.
+    """
+    deadline = time.monotonic() + FAREWELL_S
+    while (run.path / LOCK).is_file():
+        end = run.end()
+        if end is not None and end.cause is Cause.KILLED and end.ended >= began:
+            return end
+        if time.monotonic() > deadline:
+            return None
+        time.sleep(POLL_S)
+    return None
 
 
 def _memory_words(kills: int) -> str:
