@@ -156,6 +156,9 @@ def test_a_part_tells_what_it_did_and_the_parts_are_gone_when_they_are_joined(pr
     assert "tokens/s" not in prepare(*arguments, "--part=1/2")  # it is not done again
     out = json.loads(prepare(*arguments, "--part=2/2", "--json"))
     assert out["part"] == "2/2"
+    # Places in words, as on the terminal
+    assert all(isinstance(each, str) for entry in out["dropped"].values() for each in entry["examples"])
+    assert out["dropped"]
     assert (
         out["documents"]
         == json.loads(Path("data/parts/2-of-2/part.json").read_text())["splits"]["train"]["total"]["documents"]

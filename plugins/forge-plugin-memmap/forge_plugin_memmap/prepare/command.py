@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from forge_core.cli.command_line import positive, with_examples
 from forge_kit.tools.commands import count
@@ -80,11 +80,19 @@ def _do_part(settings: Settings, part: Part, console: Console, is_json: bool) ->
     if is_json:
         # Of a part that has been joined, nothing is left to count
         total = record["splits"][TRAIN]["total"] if record else dict.fromkeys(("documents", "tokens", "bytes"))
-        facts = {key: record[key] if record else None for key in ("dropped", "tokenizer")}
+        dropped = None if record is None else {name: _in_words(entry) for name, entry in record["dropped"].items()}
+        facts = {"dropped": dropped, "tokenizer": record["tokenizer"] if record else None}
         print_json({"out": settings.output, "part": str(part), **total, **facts})
     else:
         text = describe_part(settings.output, str(part), record, speed)
         console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _in_words(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Count and examples of what a part left out; its record has places of lines that the join is to number."""
+    from forge_plugin_memmap.prepare.documents import Example
+
+    return {"count": entry["count"], "examples": [str(Example.of(each)) for each in entry["examples"]]}
 
 
 def _queue(settings: Settings, options: argparse.Namespace, argv: Sequence[str]) -> int:
