@@ -43,7 +43,8 @@ def compare(frame: FrameType | None, text: str) -> None:
         return
     module = sys.modules[frame.f_globals["__name__"]]
     schemas = outputs_of(module)
-    words = [*frame.f_locals["argv"], "" if "" in schemas else name.rpartition(" ")[2]]
+    # Of several commands in one module its name, then an action; neither: the command's own
+    words = [name.rpartition(" ")[2], *frame.f_locals["argv"], ""]
     action = next(word for word in words if word in schemas)
     error = jsonschema.exceptions.best_match(validator(module, action).iter_errors(json.loads(text)))
     assert error is None, (
