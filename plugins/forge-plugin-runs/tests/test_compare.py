@@ -133,6 +133,18 @@ def test_runs_that_exist_are_compared_by_what_differs_in_their_jobs(folder, caps
     assert facts["failed"] == []
 
 
+def test_runs_under_different_tokenizers_come_with_a_warning(folder, capsys):
+    for name, more in {"a": [], "b": ["--data.tokenizer.type=forge-plugin-text/bytes"], "c": ["--job.seed=3"]}.items():
+        assert main(["run", "job.toml", f"--job.name={name}", "--loggers.console.style=off", *more]) == 0
+    capsys.readouterr()
+    assert main(["compare", "runs/a", "runs/b", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert len(json.loads(out)["rows"]) == 2
+    assert not lacks(err, "warning", "data.tokenizer", "eval/bits_per_byte")
+    assert main(["compare", "runs/a", "runs/c"]) == 0
+    assert "tokenizer" not in capsys.readouterr().err
+
+
 class TestHalving:
     def test_the_worse_half_stops_at_each_rung_with_a_checkpoint(self, folder, started, capsys):
         Path("job.toml").write_text(EVALUATED)

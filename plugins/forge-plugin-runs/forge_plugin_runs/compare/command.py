@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,8 @@ OUT = "--out"
 TABLE = "comparison.md"
 PICTURE = "comparison.png"
 
+
+TOKENIZER = "data.tokenizer"
 
 HEADING = "train"
 
@@ -151,6 +153,8 @@ def _show(outcomes: Sequence[Outcome], options: argparse.Namespace, out: Path | 
     rows, failed = rows_of(outcomes), [outcome for outcome in outcomes if outcome.failed]
     logs = {outcome.trial.name: (out or Path()) / "logs" / f"{outcome.trial.name}.log" for outcome in failed}
     table = as_markdown(rows, failed, logs)
+    if len(rows) > 1:
+        _warn_of_tokenizers({key for row in rows for key in row.cell.settings if key.startswith(TOKENIZER)})
     if out is not None and rows:
         write_output(out / TABLE, OUT, f"{table}\n\n<!-- {MARK} -->\n")
         draw(rows, out / PICTURE)
@@ -165,6 +169,14 @@ def _show(outcomes: Sequence[Outcome], options: argparse.Namespace, out: Path | 
         print(f"\n{table if fits else as_list(rows, failed, logs, width)}")
     if out is not None and rows:
         print(f"\n{out / PICTURE}")
+
+
+def _warn_of_tokenizers(differing: Set[str]) -> None:
+    # A loss is that of a token, and tokens of another tokenizer have more or less text
+    if differing:
+        keys = ", ".join(sorted(differing))
+        text = f"the jobs differ in {keys}: losses of tokens cannot be compared then, nor their order here"
+        print(f"warning: {text}; compare eval/bits_per_byte (forge-run show RUN --json)", file=sys.stderr)
 
 
 def outputs() -> Mapping[str, Schema]:
