@@ -131,6 +131,18 @@ def test_it_goes_on_after_what_was_noted(prepare: Prepare, uninterrupted: dict[s
     assert f"continuing after {tokens:,} tokens\n" in prepare(*ARGUMENTS)
 
 
+@pytest.mark.parametrize("end", [14, 28, None])
+@pytest.mark.parametrize("start", [0, 6, 7, 10, 13])
+def test_rows_between_two_places_are_read_also_from_within_a_row_group(start: int, end: int | None) -> None:
+    whole = parquet.read_table("d.parquet")["text"].to_pylist()
+    stop = {} if end is None else {"row": end}
+    found = list[str | None]()
+    for read in parquet_files.read_rows("d.parquet", documents.Fields(), {"row": start}, stop):
+        assert read.at == {"row": start + len(found)}
+        found += [None if value is None else value.decode() for value in read.item.values]
+    assert found == whole[start:end]
+
+
 def test_killed_again_and_again_it_still_ends_with_the_same_bytes(
     prepare: Prepare, uninterrupted: dict[str, bytes]
 ) -> None:
