@@ -82,7 +82,7 @@ skills list|skills install evaluate --target skills
 replay runs/tiny --step 2
 report runs/tiny --format md --out report.md
 data job.toml --documents|data picture job.toml --out look.html
-data filter filter.toml|data filter filter.toml --why b|data filter filter.toml --why a
+data filter filter.toml
 data dedup dedup.toml|data decontaminate decontaminate.toml|data stats stats.toml
 data prepare texts --out prepared --tokenizer bytes --held-out-every 2
 data prepare texts --out parts --tokenizer bytes --part 1/2
