@@ -9,7 +9,7 @@ V width of its values (at most E).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+
+SCORES = 2**27
+"""Scores that are computed together, 0.5 GB in float32: rows of a block are done one part after the other, as the
+scores of a whole block grow with the square of a rank's positions."""
 
 
 class Mixing(NamedTuple):
@@ -155,7 +159,7 @@ def ring_attention(
         q: this rank's queries (B, s, H, E).
         k: this rank's keys (B, s, K, E).
         v: this rank's values (B, s, K, V).
-        ranks: positions of each rank of `group`, laid out as `_block` expects.
+        ranks: positions of each rank of `group`, laid out as `_blocks` expects.
         group: the ranks that share the sequence.
         mixing: what else there is to compute.
         sinks: (H,), with `mixing.sinks`; their gradient covers this rank's queries.
@@ -190,9 +194,9 @@ class _Ring(torch.autograd.Function):
             coming = _Shift(here, group) if turn < ranks - 1 else None
             other = (rank - turn) % ranks
             if _is_seen(rank, other, ranks, q.shape[1] // 2, mixing.window):
-                rows, block = _block(queries, here, positions, rank, other, mixing)
-                combined = _combined(out[..., rows, :], logsumexp[..., rows], *block.forward())
-                out[..., rows, :], logsumexp[..., rows] = combined
+                for rows, block in _blocks(queries, here, positions, rank, other, mixing):
+                    combined = _combined(out[..., rows, :], logsumexp[..., rows], *block.forward())
+                    out[..., rows, :], logsumexp[..., rows] = combined
             here = coming.arrived() if coming is not None else here
         if sinks is not None:  # as one more block, of values 0
             column = _by_group(sinks, k.shape[2], wide).squeeze(-1).expand_as(logsumexp)
@@ -215,10 +219,10 @@ class _Ring(torch.autograd.Function):
             coming = _Shift(here, group) if turn < ranks - 1 else None
             other = (rank - turn) % ranks
             if _is_seen(rank, other, ranks, q.shape[1] // 2, ctx.mixing.window):
-                rows, block = _block(queries, here, positions, rank, other, ctx.mixing)
-                parts = block.backward(grad[..., rows, :], logsumexp[..., rows], weighted[..., rows])
-                to_q[..., rows, :] += parts[0]
-                to_here[:, : block.k.shape[-2]] += torch.cat(parts[1:], -1)
+                for rows, block in _blocks(queries, here, positions, rank, other, ctx.mixing):
+                    parts = block.backward(grad[..., rows, :], logsumexp[..., rows], weighted[..., rows])
+                    to_q[..., rows, :] += parts[0]
+                    to_here[:, : block.k.shape[-2]] += torch.cat(parts[1:], -1)
             # Moves with its keys, and once more in the last turn, so that it ends on the rank they came from.
             to_here = _Shift(to_here, group).arrived()
             here = coming.arrived() if coming is not None else here
@@ -294,12 +298,12 @@ def _is_seen(rank: int, other: int, ranks: int, length: int, window: int) -> boo
     return rank == other or any(distance < window for distance in nearest)
 
 
-def _block(
+def _blocks(
     q: Tensor, kv: Tensor, positions: Sequence[RankPositions], rank: int, other: int, mixing: Mixing
-) -> tuple[slice, _Block]:
-    """Returns the rows of the queries in a block, and the block, without halves that causality masks.
+) -> Iterator[tuple[slice, _Block]]:
+    """Yields rows of queries and their block, without halves that causality masks, of at most `SCORES` scores each.
 
-    The block has queries (B, K, R, s, E) of `rank` and keys and values (B, s, K, E + V) of `other`.
+    A block has queries (B, K, R, s, E) of `rank` and keys and values (B, s, K, E + V) of `other`.
 
     Each rank holds a chunk from the front of the sequence and its mirror image from the back. All queries see the front
     chunk of an earlier rank and nothing else of it; only the queries in the back chunk see a later rank, all of it.
@@ -309,8 +313,11 @@ def _block(
     columns = slice(length // 2 if other < rank else length)
     width = q.shape[-1]
     k, v = kv[:, columns].transpose(1, 2).unsqueeze(2).split([width, kv.shape[-1] - width], -1)
-    mask = visible(positions[rank].part(rows), positions[other].part(columns), mixing).unsqueeze(2)
-    return rows, _Block(q[..., rows, :], k, v, mask, mixing)
+    together = max(1, SCORES // (q[..., 0, 0].numel() * k.shape[-2]))
+    for start in range(rows.start or 0, rows.stop, together):
+        part = slice(start, min(start + together, rows.stop))
+        mask = visible(positions[rank].part(part), positions[other].part(columns), mixing).unsqueeze(2)
+        yield part, _Block(q[..., part, :], k, v, mask, mixing)
 
 
 def _combined(out: Tensor, logsumexp: Tensor, more: Tensor, more_logsumexp: Tensor) -> tuple[Tensor, Tensor]:

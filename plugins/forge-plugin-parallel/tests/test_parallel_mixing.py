@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from forge_core.contracts.layout import Layout
-from forge_plugin_parallel import ContextParallel
+from forge_plugin_parallel import ContextParallel, ring
 from forge_plugin_parallel.cp_stage import WHOLE, Exchange, Gathered, Ring, rank_positions
 from forge_plugin_parallel.ring import Mixing, _Block
 from forge_plugin_transformer import BidirectionalMask, ChunkedMask, GlobalLocalMask
@@ -72,22 +72,34 @@ CASES = [
 ]
 
 
-def test_forward_and_backward_equal_those_of_one_rank() -> None:
+@pytest.mark.parametrize("scores", [ring.SCORES, 150], ids=["whole blocks", "parts of two to four rows"])
+def test_forward_and_backward_equal_those_of_one_rank(scores: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All cases in the same processes."""
+    monkeypatch.setattr(ring, "SCORES", scores)
+    largest, computed = [0], _Block.scores
+
+    def noted(block: _Block) -> Tensor:
+        found = computed(block)
+        largest[0] = max(largest[0], found.numel())
+        return found
+
+    monkeypatch.setattr(_Block, "scores", noted)
+    cases = [case for case in CASES if scores > 150 or case[0] == "ring"]
 
     def part(rank: int) -> list[list[Tensor]]:
         found = []
-        for method, name, documents in CASES:
+        for method, name, documents in cases:
             (*tensors, sinks), grad = inputs()
             own = rank_positions(RANKS, LENGTH, method != "ulysses", torch.device("cpu"))[rank]
             mine = [tensor.detach()[:, own].requires_grad_() for tensor in tensors]
             given = [sinks] if OPTIONS[name].get("sinks") else []
             out = mixer(method, OPTIONS[name])(*mine, entries(own, documents), *given)
             found.append([t.detach() for t in (out, *torch.autograd.grad(out, [*mine, *given], grad[:, own]))])
+        assert 0 < largest[0] <= scores
         return found
 
     parts = run_on_ranks(RANKS, part)
-    for (method, name, documents), *found in zip(CASES, *parts, strict=True):
+    for (method, name, documents), *found in zip(cases, *parts, strict=True):
         (*tensors, sinks), grad = inputs()
         given = [sinks] if OPTIONS[name].get("sinks") else []
         expected = one(Scoring(**OPTIONS[name]))(*tensors, {"document_ids": DOCUMENTS} if documents else {}, *given)
