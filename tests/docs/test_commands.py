@@ -9,9 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import fences
 import pytest
-from fences import PARTS, ROOT
+from fences import ROOT
 
 from forge_core.cli import main
 
@@ -88,41 +87,3 @@ def run(command: list[str]) -> int:
     if not any(word.startswith("--nproc") for word in command):
         return main(command)
     return subprocess.run([sys.executable, "-m", "forge_core", *command], check=False).returncode
-
-
-SBATCH = """#!/bin/bash
-# Runs every task of an array at once, and notes what it was asked for
-echo "$@" >> asked
-while [[ $# -gt 0 ]]; do
-  [[ $1 == --array=* ]] && tasks=${1#--array=1-}
-  [[ $1 == --wrap ]] && command=$2
-  shift
-done
-for task in $(seq ${tasks:-1}); do SLURM_ARRAY_TASK_ID=$task bash -c "$command" >> log 2>&1 || exit; done
-echo 17
-"""
-
-
-def test_an_array_of_slurm_and_its_join_make_the_data_of_one_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    [script] = [fence for fence in fences.fences(PARTS) if fence.title == "prepare.sh"]
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{Path(sys.executable).parent}:/usr/bin:/bin")
-    Path("corpus").mkdir()
-    Path("corpus/a.txt").write_text("a text\n" * 20)
-    Path("corpus/b.jsonl").write_text('{"text": "a line"}\n' * 20)
-    # Fewer parts and cores, and a tokenizer that need not be made
-    text = script.text.replace("1-8", "1-2").replace("/8", "/2")
-    text = text.replace("--tokenizer prepared --tokenizer.path=tokenizer", "--tokenizer bytes --workers 1")
-    Path("prepare.sh").write_text(text)
-    Path("sbatch").write_text(SBATCH)
-    Path("sbatch").chmod(0o755)
-    subprocess.run(["bash", "prepare.sh"], check=True)
-    array, join = Path("asked").read_text().splitlines()
-    assert array.startswith("--parsable --array=1-2 --requeue")
-    assert join.startswith("--dependency=afterok:17 ")
-    assert main(["data", "prepare", "corpus", "--out=one", "--tokenizer=bytes", "--held-out-every=10"]) == 0
-    done = {path.name: path.read_bytes() for path in Path("data").glob("*.*")}
-    assert done == {path.name: path.read_bytes() for path in Path("one").glob("*.*")}
-    assert "manifest.json" in done
