@@ -66,14 +66,14 @@ def _divide(number: int, group: Group, tables: Sequence[ParameterGroup], names: 
     # A rank of a pipeline may hold a tied parameter by its other name alone.
     known_as = [names.get(name, (name,)) for name in group["names"]]
     chosen = [next((n for n, table in enumerate(tables, 1) if fits(each, table.match)), 0) for each in known_as]
-    matches = [f"{number}", *(f"{number} {table.match}" for table in tables)]
-    for place, settings in enumerate([{}, *(table.values() for table in tables)]):
+    for place, (match, settings) in enumerate([("", {}), *((f" {table.match}", table.values()) for table in tables)]):
         # Empty parts too: ranks of a pipeline have other parameters, and must have the same groups in a checkpoint.
         own = [index for index, choice in enumerate(chosen) if choice == place]
         part = {key: [group[key][index] for index in own] for key in ("params", "names")}
         # A plugin that has multiplied the optimizer's settings multiplies what a table sets in their place, too.
-        scaled = {key: value * group.get("factors", {}).get(key, 1) for key, value in settings.items() if key in group}
-        yield group | part | scaled | {"match": matches[place]}
+        factors = {key: group.get("factors", {}).get(key) for key in settings if key in group}
+        scaled = {key: settings[key] if factor is None else settings[key] * factor for key, factor in factors.items()}
+        yield group | part | scaled | {"match": f"{number}{match}"}
 
 
 def _problems(tables: Sequence[ParameterGroup], groups: Sequence[Group], names: Names) -> Iterator[Problem]:

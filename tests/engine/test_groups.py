@@ -12,7 +12,7 @@ from forge_core import load_job
 from forge_core.contracts.components import OptimizerComponent, ParameterGroup, SchedulerComponent, TrainingHook
 from forge_core.contracts.errors import ForgeError
 from forge_core.engine.build import build_context, build_run
-from forge_core.engine.groups import check_groups
+from forge_core.engine.groups import apply_settings, check_groups
 from forge_plugin_parallel import PipelineParallel
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
 from forge_testing import TINY_JOB, TinyAdamW, TinyModel, tiny_job
@@ -48,6 +48,18 @@ def test_a_job_file_gives_them_and_the_update_obeys(tmp_path, monkeypatch, catal
     train(load_job("job.toml"), keep)
     first, *_, last = keep.seen
     assert all(torch.equal(first[name], last[name]) == name.startswith("layers.") for name in first)
+
+
+def test_factors_of_a_group_multiply_numbers_alone_that_have_one() -> None:
+    weight = torch.nn.Parameter(torch.zeros(1))
+    group = {"params": [weight], "names": ["a"], "factors": {"lr": 0.25, "eps": 0.0}, "lr": 1.0, "eps": 1.0}
+    optimizer = torch.optim.AdamW([group | {"amsgrad": False}])
+    table = ParameterGroup(match="a", lr=0.5, settings={"amsgrad": True, "eps": 2.0})
+    apply_settings(optimizer, [table], SimpleNamespace(sizes={}, names=lambda sizes: {"a": ("a",)}))
+    [_, found] = optimizer.param_groups
+    assert (found["lr"], found["eps"]) == (0.125, 0.0)
+    # Not 1, as it would be multiplied by a factor of 1
+    assert found["amsgrad"] is True
 
 
 @define(kw_only=True, slots=False)
