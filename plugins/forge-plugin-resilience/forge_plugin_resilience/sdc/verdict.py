@@ -132,9 +132,9 @@ class Replay:
         Of a few sequences, or of sources with unlike losses, the spread is so wide that nothing is far from all others.
         """
         best_first = sorted(self.losses)
-        for count in range((len(best_first) + 1) // 2):
+        for count in range((len(best_first) + 1) // 2) if usual else ():
             rest = best_first[: len(best_first) - count]
-            if usual and statistics.fmean(rest) <= _highest_usual(usual):
+            if statistics.fmean(rest) <= _highest_usual(usual):
                 return best_first[len(rest) :]
         return []
 
