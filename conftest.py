@@ -2,9 +2,10 @@
 
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -20,6 +21,15 @@ import watched
 # them find in time what many would.
 settings.register_profile("patient", deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
+
+DIGESTS = pytest.StashKey[Mapping[str, str]]()
+"""Of what thorough tests watch, when the session began; see tests/watched.py."""
+UNCHANGED = pytest.StashKey[list[str]]()
+"""Folders whose thorough tests do not run."""
+GIVEN = "forge_unchanged"
+"""Key of an xdist worker's input: likewise."""
+CHOICES = ("keyword", "markexpr", "deselect", "ignore", "ignore_glob", "lf", "collectonly")
+"""Options by which a run is not of all tests."""
 
 pytest_plugins = ["forge_testing.fixtures", "command_line"]
 
@@ -49,21 +59,45 @@ def pytest_configure(config: pytest.Config) -> None:
     published_outputs.install()
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False  # `pytest_collection_modifyitems` orders files
-    config.addinivalue_line("markers", "thorough: tries the tests themselves; see tests/watched.py for when it runs")
+    config.addinivalue_line("markers", "thorough: see tests/watched.py for what that is, and when it runs")
+    if not hasattr(config, "workerinput"):  # one of several processes gets it, since it takes seconds
+        config.stash[DIGESTS] = watched.digests()
+        changed = watched.changed(config.stash[DIGESTS])
+        config.stash[UNCHANGED] = [folder for folder in config.stash[DIGESTS] if folder not in changed]
 
 
-def pytest_report_header() -> str:
-    reason = watched.reason_to_run()
-    return f"thorough tests: run, {reason}" if reason else f"thorough tests: left out; run them with {watched.ALL}=all"
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput[GIVEN] = node.config.stash[UNCHANGED]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_report_header(config: pytest.Config) -> str:
+    changed = [folder for folder in config.stash[DIGESTS] if folder not in config.stash[UNCHANGED]]
+    return f"thorough tests ({watched.ALL}=all: of all folders): {', '.join(changed) or 'of none, nothing has changed'}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _spread_slow_files(items)
-    if not watched.reason_to_run():
-        left_out = pytest.mark.skip(reason=f"what it watches is unchanged since it passed; {watched.ALL}=all runs it")
-        for item in items:
-            if item.get_closest_marker("thorough"):
-                item.add_marker(left_out)
+    given = getattr(config, "workerinput", None)
+    unchanged = given[GIVEN] if given else config.stash[UNCHANGED]
+    left_out = pytest.mark.skip(reason=f"what it watches is unchanged since it passed; {watched.ALL}=all runs it")
+    for item in items:
+        if _is_thorough(item) and watched.folder_of(item.path) in unchanged:
+            item.add_marker(left_out)
+
+
+def _is_thorough(item: pytest.Item) -> bool:
+    """Whether a test is a check that its class or its module has from `forge_testing`, or is chosen."""
+    module = getattr(getattr(item, "function", None), "__module__", "")
+    chosen = watched.is_thorough(item.path) or item.get_closest_marker("thorough") is not None
+    return chosen or module.startswith("forge_testing.")
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    config = session.config
+    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not any(map(config.getoption, CHOICES))
+    if whole and exitstatus == 0 and DIGESTS in config.stash and watched.record(config.stash[DIGESTS]):
+        print(f"\nall tests have passed: {watched.RECORD.name} is renewed, commit it")
 
 
 def _spread_slow_files(items: list[pytest.Item]) -> None:

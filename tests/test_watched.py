@@ -2,58 +2,120 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import watched
 
+PROJECT = '[project]\nname = "{}"\ndependencies = {}\n[project.optional-dependencies]\nextra = {}\ntest = {}\n'
+PARITY = "tests/parity"
+
 
 @pytest.fixture
-def place(tmp_path, monkeypatch: pytest.MonkeyPatch):
-    """A repository with one watched file, whose tests have passed."""
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository in which a requires b, its extra requires c, and its tests d; all have passed."""
     monkeypatch.delenv(watched.ALL, raising=False)
     monkeypatch.setattr(watched, "ROOT", tmp_path)
     monkeypatch.setattr(watched, "RECORD", tmp_path / "watched.sha256")
-    monkeypatch.setattr(watched, "digest", watched.digest.__wrapped__)
-    path = tmp_path / watched.WATCHED[0] / "suite.py"
-    path.parent.mkdir(parents=True)
-    path.write_text("x = 1\n")
-    watched.RECORD.write_text(f"{watched.digest()}\n")
-    return path
+    monkeypatch.setattr(watched, "_required", watched._required.__wrapped__)
+    monkeypatch.setattr(watched, "_content", watched._content.__wrapped__)
+    requirements = {
+        "a": (["forge-plugin-b>=0.2", "numpy"], ["forge-plugin-c"], ["forge-plugin-d[extra]"]),
+        "b": ([], [], []),
+        "c": ([], [], []),
+        "d": ([], ["forge-plugin-e"], ["forge-plugin-f"]),
+        "e": ([], [], []),
+        "f": ([], [], []),
+    }
+    for name, lists in requirements.items():
+        folder = tmp_path / f"plugins/forge-plugin-{name}"
+        folder.mkdir(parents=True)
+        (folder / "pyproject.toml").write_text(PROJECT.format(folder.name, *lists))
+        (folder / "code.py").write_text("x = 1\n")
+    for everywhere in watched.EVERYWHERE:
+        (tmp_path / everywhere).mkdir(parents=True)
+    (tmp_path / "tests/parity").mkdir(parents=True)
+    (tmp_path / "tests/parity/test_it.py").write_text("")
+    (tmp_path / "forge_core/step.py").write_text("")
+    assert watched.record(watched.digests())
+    assert not to_test()
+    return tmp_path
 
 
-def test_without_a_change_they_are_left_out(place):
-    assert watched.reason_to_run() == ""
+def to_test() -> list[str]:
+    return [folder.removeprefix("plugins/forge-plugin-") for folder in watched.changed(watched.digests())]
 
 
-def test_another_comment_is_no_change(place):
-    place.write_text("# the size\nx = 1  # in bytes\n")
-    assert watched.reason_to_run() == ""
+def test_a_change_is_tested_in_its_folder_in_all_that_require_it_and_in_folders_of_tests(place):
+    def change(name: str) -> list[str]:
+        path = place / f"plugins/forge-plugin-{name}/code.py"
+        path.write_text("x = 2\n")
+        found = to_test()
+        path.write_text("x = 1\n")
+        return found
+
+    found = {name: change(name) for name in "abcdef"}
+    # Not c, which only an extra requires that a's tests do not ask for, nor f, as tests of d are none of a's.
+    assert found == {
+        "a": ["a", PARITY],
+        "b": ["a", "b", PARITY],
+        "c": ["c", PARITY],
+        "d": ["a", "d", PARITY],
+        "e": ["a", "e", PARITY],
+        "f": ["d", "f", PARITY],
+    }
 
 
-def test_a_changed_a_new_and_a_removed_file_are_noticed(place):
-    place.write_text("x = 2\n")
-    assert watched.reason_to_run()
-    place.write_text("x = 1\n")
-    (place.parent / "new.py").write_text("")
-    assert watched.reason_to_run()
-    (place.parent / "new.py").unlink()
-    assert not watched.reason_to_run()
-    place.rename(place.with_name("other.py"))
-    assert watched.reason_to_run()
+def test_a_change_of_the_core_is_tested_everywhere(place):
+    (place / "forge_core/step.py").write_text("x = 1\n")
+    folders = [*"abcdef", PARITY]
+    assert sorted(to_test()) == sorted(folders)
+
+
+def test_another_comment_or_docstring_is_no_change(place):
+    path = place / "plugins/forge-plugin-a/code.py"
+    path.write_text('"""Sizes."""\n\n# the size\nx = 1  # in bytes\n"""In bytes."""\n')
+    assert not to_test()
+    path.write_text('"""Sizes."""\n\nx = "in bytes"\n')
+    assert to_test() == ["a", PARITY]
+
+
+def test_a_new_a_removed_and_a_renamed_file_and_a_table_are_noticed(place):
+    folder = place / "plugins/forge-plugin-a"
+    (folder / "new.py").write_text("")
+    assert to_test() == ["a", PARITY]
+    (folder / "new.py").unlink()
+    assert not to_test()
+    (folder / "code.py").rename(folder / "other.py")
+    assert to_test() == ["a", PARITY]
+    (folder / "other.py").rename(folder / "code.py")
+    (folder / "table.toml").write_text("")
+    assert to_test() == ["a", PARITY]
 
 
 def test_another_torch_and_a_missing_record_are_noticed(place, monkeypatch: pytest.MonkeyPatch):
+    everything = list(watched.digests())
     with monkeypatch.context() as patch:
         patch.setattr(watched.metadata, "version", lambda name: "99.0")
-        assert watched.reason_to_run()
-    assert not watched.reason_to_run()
+        assert watched.changed(watched.digests()) == everything
+        assert not watched.record(watched.digests()), "the record is of the versions that CI has"
+    assert not to_test()
     watched.RECORD.unlink()
-    assert watched.reason_to_run()
+    assert watched.changed(watched.digests()) == everything
+
+
+def test_what_has_passed_is_written_once(place):
+    (place / "plugins/forge-plugin-a/code.py").write_text("x = 2\n")
+    now = watched.digests()
+    assert watched.record(now)
+    assert not to_test()
+    assert not watched.record(now)
 
 
 def test_the_environment_asks_for_all(place, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(watched.ALL, "all")
-    assert watched.reason_to_run() == "FORGE_TESTS=all"
+    assert watched.changed(watched.digests()) == list(watched.digests())
 
 
-def test_every_watched_folder_exists():
-    assert [folder for folder in watched.WATCHED if not (watched.ROOT / folder).is_dir()] == []
+def test_every_thorough_file_exists():
+    assert [name for name in sorted(watched.FILES) if not (watched.ROOT / name).is_file()] == []

@@ -1,62 +1,175 @@
-"""Tests marked `thorough` try the tests themselves. They run if what they watch has changed, and in `make test-all`.
+"""Which thorough tests run: those of folders in which something that they watch has changed since they passed.
 
-python tests/watched.py            # has it changed since all of them passed?
-python tests/watched.py --record   # write down that they have passed with what is here: the end of `make test-all`
+python tests/watched.py    # in which folders has something changed?
 
-They are the wrong components that conformance suites must refuse, the reductions that are taken out of each layout of
-the parity table, and its rows whose pairs other rows have. `watched.sha256`, which is committed, is the digest of the
-code (comments left out) of all files in `WATCHED`, and of the versions of Python and torch, with which all of them
-passed last. Whoever changes one of these without `make test-all` runs them in `make test` too, and so does CI.
+Thorough are the checks of `forge_testing` that a component inherits, layouts and resumption among them; all tests of the
+files in `thorough.txt`, which take some seconds of CPU time each; and tests with the mark. Each belongs to a folder: a
+distribution (`plugins/NAME`), or a folder of `tests`. Those of a distribution watch it, `EVERYWHERE`, and what it and
+its tests require of this repository; those of `tests` watch all distributions. `watched.sha256`, which is committed, has
+the versions of Python and torch, and a digest for each folder, of the code (comments and docstrings left out) and the
+tables of all that is watched, with which its tests passed last. `make test` runs those of all other folders, so whoever
+changes a plugin tests it and what requires it thoroughly, and so does CI. When everything has passed, `make test` writes
+the digests down.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import hashlib
+import json
 import os
 import platform
 import sys
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "tools"))
+
+from packaging.requirements import Requirement  # noqa: E402
+from workspace import Distribution  # noqa: E402
+
 RECORD = Path(__file__).with_suffix(".sha256")
-WATCHED = (
-    "plugins/forge-testing",
-    "plugins/forge-plugin-parallel/forge_plugin_parallel",
-    "forge_core/contracts",
-    "forge_core/parallel",
-    "tests/parity",
-)
+FILES = frozenset(Path(__file__).with_name("thorough.txt").read_text().split())
+"""Files of tests that are thorough as a whole."""
+EVERYWHERE = ("forge_core", "plugins/forge-kit", "plugins/forge-testing", "plugins/forge-plugin-parallel")
+"""What all of them watch."""
 ALL = "FORGE_TESTS"
 """Environment variable: `all` runs them in any case."""
 
 
-@functools.cache
-def digest() -> str:
-    """SHA-256 of the watched Python files, by name and code, and of the versions of Python and torch."""
+def digests() -> Mapping[str, str]:
+    """SHA-256 of what the tests of each folder watch, by folder."""
+    with _known_files():
+        return {folder: _digest(folder) for folder in _folders()}
+
+
+def changed(now: Mapping[str, str]) -> list[str]:
+    """Returns the folders whose thorough tests run, given the digests of now."""
+    versions, recorded = _recorded()
+    if os.environ.get(ALL) == "all" or versions != _versions():
+        return list(now)
+    return [folder for folder, digest in now.items() if recorded.get(folder) != digest]
+
+
+def record(now: Mapping[str, str]) -> bool:
+    """Write down that everything has passed with these digests, and return whether that was news.
+
+    With other versions of Python or torch nothing is written: the record is of those that CI has.
+    """
+    versions, recorded = _recorded()
+    if versions not in ("", _versions()) or now == recorded:
+        return False
+    RECORD.write_text("".join([f"{_versions()}\n", *(f"{digest}  {folder}\n" for folder, digest in now.items())]))
+    return True
+
+
+def is_thorough(path: Path) -> bool:
+    """Whether all tests of a file are thorough."""
+    return str(path.relative_to(ROOT)) in FILES
+
+
+def folder_of(path: Path) -> str:
+    """Returns the folder that a file of tests belongs to, relative to the repository."""
+    parts = path.relative_to(ROOT).parts
+    return "/".join(parts[:2]) if len(parts) > 2 else parts[0]
+
+
+def code(content: bytes) -> str:
+    """Returns what a Python file does: the same for other comments and docstrings."""
+    tree = ast.parse(content)
+    for node in ast.walk(tree):
+        if isinstance(body := getattr(node, "body", None), list):
+            # Not only the first: attributes are documented as well, by a string below each
+            body[:] = [each for each in body if not _is_text(each)] or [ast.Pass()]
+    return ast.unparse(tree)
+
+
+def _is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def _recorded() -> tuple[str, Mapping[str, str]]:
+    """The versions, and the digest of each folder; empty without a record."""
+    versions, *lines = RECORD.read_text().splitlines() if RECORD.exists() else [""]
+    return versions, {folder: digest for digest, _, folder in (line.partition("  ") for line in lines)}
+
+
+def _versions() -> str:
     python = ".".join(platform.python_version_tuple()[:2])
-    total = hashlib.sha256(f"python {python}, torch {metadata.version('torch')}\n".encode())
-    for path in sorted(path for folder in WATCHED for path in (ROOT / folder).rglob("*.py")):
-        code = ast.unparse(ast.parse(path.read_bytes()))  # the same for other comments
-        total.update(f"{path.relative_to(ROOT)}\0{hashlib.sha256(code.encode()).hexdigest()}\n".encode())
+    return f"python {python}, torch {metadata.version('torch').partition('+')[0]}"
+
+
+def _folders() -> list[str]:
+    folders = sorted(folder for folder in ROOT.glob("plugins/*") if (folder / "pyproject.toml").exists())
+    folders += sorted(folder for folder in ROOT.glob("tests/*") if any(folder.glob("**/test_*.py")))
+    return [str(folder.relative_to(ROOT)) for folder in folders]
+
+
+def _digest(folder: str) -> str:
+    total = hashlib.sha256()
+    for each in sorted({*EVERYWHERE, *_required(folder)}):
+        total.update(f"{each}\0{_content(each)}\n".encode())
     return total.hexdigest()
 
 
-def reason_to_run() -> str:
-    """Why the thorough tests run; empty if they do not."""
-    if os.environ.get(ALL) == "all":
-        return f"{ALL}=all"
-    recorded = RECORD.read_text().strip() if RECORD.exists() else ""
-    return "" if recorded == digest() else f"{', '.join(WATCHED)} or the version of Python or torch has changed"
+@functools.cache
+def _required(folder: str) -> set[str]:
+    """The folder itself, and the distributions here that it requires, through others, too."""
+    distributions = [each for each in _folders() if each.startswith("plugins/")]
+    left = {(folder, "test")} if folder in distributions else {(each, "") for each in distributions}
+    found = {(folder, "")}
+    while left:
+        each = left.pop()
+        found.add(each)
+        left |= _requires_itself(*each) - found
+    return {name for name, _ in found if (ROOT / name).is_dir()}
 
 
-def main() -> None:
-    if sys.argv[1:] == ["--record"]:
-        RECORD.write_text(f"{digest()}\n")
-    print(f"thorough tests run: {reason}" if (reason := reason_to_run()) else "unchanged since all of them passed")
+def _requires_itself(folder: str, extra: str) -> set[tuple[str, str]]:
+    """Folders of what one requires with an extra, each with an extra of its own that is required; none of others."""
+    if not (ROOT / folder / "pyproject.toml").exists():
+        return set()
+    project = Distribution(ROOT / folder).project
+    lines = [*project["dependencies"], *project.get("optional-dependencies", {}).get(extra, ())]
+    named = [Requirement(line) for line in lines]
+    return {(f"plugins/{each.name}", extra) for each in named for extra in ("", *each.extras)}
+
+
+@functools.cache
+def _content(folder: str) -> str:
+    total = hashlib.sha256()
+    for path in sorted(path for suffix in ("py", "toml") for path in (ROOT / folder).rglob(f"*.{suffix}")):
+        content = path.read_bytes()
+        digest = hashlib.sha256(content).hexdigest()
+        if path.suffix == ".py":
+            if digest not in _known:
+                _known[digest] = hashlib.sha256(code(content).encode()).hexdigest()
+            digest = _known[digest]
+        total.update(f"{path.relative_to(ROOT)}\0{digest}\n".encode())
+    return total.hexdigest()
+
+
+_known: dict[str, str] = {}
+"""Digest of the code of a Python file, by that of its content."""
+
+
+@contextlib.contextmanager
+def _known_files() -> Iterator[None]:
+    """Keep `_known` from run to run, next to what pytest keeps: parsing a thousand files takes eight seconds."""
+    kept = ROOT / ".pytest_cache" / "watched.json"
+    with contextlib.suppress(OSError, ValueError):
+        _known.update(json.loads(kept.read_text()))
+    before = len(_known)
+    yield
+    if len(_known) > before:
+        with contextlib.suppress(OSError):
+            kept.parent.mkdir(exist_ok=True)
+            kept.write_text(json.dumps(_known))
 
 
 if __name__ == "__main__":
-    main()
+    print("\n".join(["thorough tests run in", *changed(digests())]))

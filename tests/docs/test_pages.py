@@ -161,6 +161,7 @@ def test_tests_that_a_page_shows_pass(page: Path, visit: Callable, installed_exa
     run_tests(files, installed_example)
 
 
+@pytest.mark.thorough
 def test_tests_of_the_pages_of_kinds_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All in one process, each page in a folder of its own."""
     monkeypatch.chdir(tmp_path)

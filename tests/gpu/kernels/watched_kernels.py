@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import importlib.util
 import shutil
 from importlib import metadata
 from pathlib import Path
+
+import watched
 
 ROOT = Path(__file__).resolve().parents[3]
 RECORD = Path(__file__).with_name("table.sha256")
@@ -32,11 +33,11 @@ TRITON = "3.9.0"
 
 
 def digest() -> str:
-    """SHA-256 of the watched files, comments left out, and of the versions of torch and Triton."""
+    """SHA-256 of the code of the watched files, and of the versions of torch and Triton."""
     torch = metadata.version("torch").partition("+")[0]
     total = hashlib.sha256(f"torch {torch}, triton {TRITON}\n".encode())
     for path in sorted(path for folder in WATCHED for path in (ROOT / folder).rglob("*.py")):
-        code = ast.unparse(ast.parse(path.read_bytes()))
+        code = watched.code(path.read_bytes())
         total.update(f"{path.relative_to(ROOT)}\0{hashlib.sha256(code.encode()).hexdigest()}\n".encode())
     return total.hexdigest()
 
