@@ -60,9 +60,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _format_warning(message: Any, category: Any, filename: str, lineno: int, line: str | None = None) -> str:
-    """Forge's own warnings without the line of code that raised them, which is of no use to users."""
+    """Without the line of code that raised it, which is of no use to users; Forge's own without their place, too."""
     ours = Path(filename).is_relative_to(Path(__file__).parents[1])
-    return f"warning: {message}\n" if ours else _python_format(message, category, filename, lineno, line)
+    return f"warning: {message}\n" if ours else _python_format(message, category, filename, lineno, "")
 
 
 def _dispatch(argv: list[str], as_program: bool) -> int:
