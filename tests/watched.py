@@ -2,14 +2,14 @@
 
 python tests/watched.py    # in which folders has something changed?
 
-Thorough are the checks of `forge_testing` that a component inherits, layouts and resumption among them; all tests of the
-files in `thorough.txt`, which take some seconds of CPU time each; and tests with the mark. Each belongs to a folder: a
-distribution (`plugins/NAME`), or a folder of `tests`. Those of a distribution watch it, `EVERYWHERE`, and what it and
-its tests require of this repository; those of `tests` watch all distributions. `watched.sha256`, which is committed, has
-the versions of Python and torch, and a digest for each folder, of the code (comments and docstrings left out) and the
-tables of all that is watched, with which its tests passed last. `make test` runs those of all other folders, so whoever
-changes a plugin tests it and what requires it thoroughly, and so does CI. When everything has passed, `make test` writes
-the digests down.
+Thorough are the checks of `forge_testing` that a component inherits, layouts and resumption among them; all tests of
+the files in `thorough.txt`, each of which takes five seconds of CPU time or more; and tests with the mark. Each belongs
+to a folder: a distribution (`plugins/NAME`), or a folder of `tests`. Those of a distribution watch it, `EVERYWHERE`,
+and what it and its tests require of this repository; those of `tests` watch all distributions. `watched.sha256`, which
+is committed, has the versions of Python and torch, and a digest for each folder, of the code (comments and docstrings
+left out) and the tables of all that is watched, with which its tests passed last. `make test` runs those of all other
+folders, so whoever changes a plugin tests it and what requires it thoroughly, and so does CI. When everything has
+passed, `make test` writes the digests down.
 """
 
 from __future__ import annotations
