@@ -135,7 +135,7 @@ def plan_runs(ladder: Ladder, base: Path, catalog: Catalog) -> list[Planned]:
     for name, keys in ladder.sizes.items():
         settings = {f"model.{key}": _toml(value) for key, value in _flat(keys)}
         # Built once for each size, without memory: all its runs have the same model
-        job = load_job(base, overrides=overrides(settings), catalog=catalog, world_size=1)
+        job = _load(base, settings, catalog)
         size = _Size(name, settings, job, *_counts(job, catalog))
         for label, tokens in size.budgets(ladder.budgets):
             for factors in _grid(ladder.tune):
@@ -179,6 +179,11 @@ def _demand_values(runs: Sequence[Planned]) -> None:
             raise JobError(f"{other.name} and {run.name} are one run, as their values are rounded: {dict(run.tuned)}")
 
 
+def _load(base: Path, settings: Mapping[str, str], catalog: Catalog) -> Job:
+    # Sizes and costs need no data, which only the nodes of a cluster may have: runs are checked with them
+    return load_job(base, overrides=overrides(settings), catalog=catalog, world_size=1, with_data=False)
+
+
 def _jobs(runs: Sequence[Planned], base: Path, catalog: Catalog) -> dict[str, Job]:
     """The job of each run by its name; raises with every problem of every job, each once with the runs that have it."""
     problems: dict[Problem, list[str]] = {}
@@ -189,7 +194,7 @@ def _jobs(runs: Sequence[Planned], base: Path, catalog: Catalog) -> dict[str, Jo
         by_settings.setdefault(tuple(run.settings.items()), []).append(run.name)
     for settings, names in by_settings.items():
         try:
-            jobs[settings] = load_job(base, overrides=overrides(dict(settings)), catalog=catalog, world_size=1)
+            jobs[settings] = _load(base, dict(settings), catalog)
         except JobError as error:
             for problem in error.problems:
                 problems.setdefault(problem, []).extend(names)

@@ -11,9 +11,12 @@ from attrs import evolve, frozen
 
 from forge_core.checkpoint.storage import Local, LocalStorage
 from forge_core.contracts.errors import JobError, Problem
+from forge_core.job import Job
+from forge_core.plugins.catalog import Catalog
 from forge_kit.tools.outputs import mark_output
 from forge_plugin_ladder.planned import Planned
 from forge_plugin_ladder.runs import RUNS, settle, start_of, trials_of
+from forge_plugin_launch.node_paths import load_for
 from forge_plugin_launch.slurm import scheduler
 from forge_plugin_launch.slurm.queueing import printed_array, queue_array, script_of
 from forge_plugin_launch.slurm.records import FOLDER, SUBMISSION, read_json
@@ -47,8 +50,14 @@ def submit(
     Raises:
         JobError: a job or the cluster's file is wrong, or SLURM took nothing; nothing is queued of a wrong ladder.
     """
+    catalog = Catalog.installed()
+
+    def load(trial: Trial) -> Job:
+        # Files that only the nodes have are left to them, as in `forge-run submit`
+        return load_for(queue.cluster, [str(trial.cell.job)], trial.overrides, catalog)[0]
+
     # Checked with the ranks that they will have
-    trials, _ = check_jobs(trials_of(runs, base, out, is_branching), queue.cluster.world_size)
+    trials, _ = check_jobs(trials_of(runs, base, out, is_branching), queue.cluster.world_size, load)
     comparison = Comparison(out=out)
     # A run that has ended since the last command is neither queued nor waiting
     settle(comparison, trials)

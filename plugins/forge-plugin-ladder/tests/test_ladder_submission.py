@@ -70,6 +70,16 @@ def words_of(run):
     return shlex.split(Path(f"rungs/runs/{run}/submit.sh").read_text().split("-m forge_core run ")[1])
 
 
+def test_data_that_only_the_nodes_have_are_left_to_them(here, capsys):
+    source = '[[data.sources]]\ntype = "text"\npath = "/nodes/text"\n[data.tokenizer]\ntype = "bytes"\n'
+    Path("job.toml").write_text(JOB.replace('[[data.sources]]\ntype = "forge_testing:Numbers"\n', source))
+    with pytest.raises(JobError, match="/nodes/text"):
+        command(["submit", "ladder.toml"])
+    Path("slurm.toml").write_text('[cluster]\ntype = "slurm"\nnode_paths = ["/nodes"]\n')
+    assert command(["submit", "ladder.toml", "--on", "slurm.toml"]) == ExitCode.FINISHED
+    assert "small-800-tokens: job 17_0" in capsys.readouterr().out
+
+
 def test_trunks_are_queued_first_and_their_branches_behind_them(here, capsys):
     assert command(["submit", "ladder.toml", "--time=1:00:00", "--", "--qos=high"]) == ExitCode.FINISHED
     assert "small-800-tokens: job 17_0" in capsys.readouterr().out

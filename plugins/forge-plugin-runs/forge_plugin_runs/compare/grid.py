@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -139,8 +139,15 @@ def read_space(settings: Sequence[str]) -> dict[str, Distribution | list[str]]:
     return space
 
 
-def check_jobs(trials: Sequence[Trial], ranks: int) -> tuple[list[Trial], list[Job]]:
+def check_jobs(
+    trials: Sequence[Trial], ranks: int, load: Callable[[Trial], Job] | None = None
+) -> tuple[list[Trial], list[Job]]:
     """Look at the jobs of all runs, before any is started.
+
+    Args:
+        trials: the runs.
+        ranks: of each run.
+        load: returns the checked job of a run; by default with the files that it reads, which must be here.
 
     Returns:
         The runs, with their digests, and their jobs.
@@ -153,7 +160,7 @@ def check_jobs(trials: Sequence[Trial], ranks: int) -> tuple[list[Trial], list[J
     jobs: list[Job] = []
     for trial in trials:
         try:
-            jobs.append(load_job(trial.cell.job, overrides=trial.overrides, world_size=ranks))
+            jobs.append(load(trial) if load else _load(trial, ranks))
         except JobError as error:
             problems |= dict.fromkeys(error.problems)
     if problems:
@@ -161,6 +168,10 @@ def check_jobs(trials: Sequence[Trial], ranks: int) -> tuple[list[Trial], list[J
     # Of the resolved job: a changed job file makes a finished run another one
     digests = [hashlib.sha256(dump_job(job).encode()).hexdigest() for job in jobs]
     return [evolve(trial, digest=digest) for trial, digest in zip(trials, digests, strict=True)], jobs
+
+
+def _load(trial: Trial, ranks: int) -> Job:
+    return load_job(trial.cell.job, overrides=trial.overrides, world_size=ranks)
 
 
 def existing(folders: Sequence[Path]) -> list[Trial]:
