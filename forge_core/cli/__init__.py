@@ -59,10 +59,10 @@ def main(argv: list[str] | None = None) -> int:
         return int(getattr(error, "exit_code", ExitCode.FAILED))
 
 
-def _format_warning(message: Any, category: Any, filename: str, lineno: int, _line: str | None = None) -> str:
+def _format_warning(message: Any, category: Any, filename: str, lineno: int, line: str | None = None) -> str:
     """Without the line of code that raised it, which is of no use to users; Forge's own without their place, too."""
     ours = Path(filename).is_relative_to(Path(__file__).parents[1])
-    return f"warning: {message}\n" if ours else _python_format(message, category, filename, lineno, "")
+    return f"warning: {message}\n" if ours else _python_format(message, category, filename, lineno, line or "")
 
 
 def _dispatch(argv: list[str], as_program: bool) -> int:
