@@ -66,6 +66,15 @@ def test_a_change_is_tested_in_its_folder_in_all_that_require_it_and_in_folders_
     }
 
 
+def test_tests_are_watched_by_their_own_folder_alone(place):
+    folder = place / "plugins/forge-plugin-b/tests"
+    folder.mkdir()
+    (folder / "test_it.py").write_text("")
+    assert to_test() == ["b"]
+    (place / "tests/parity/test_it.py").write_text("x = 1\n")
+    assert to_test() == ["b", PARITY]
+
+
 def test_a_change_of_the_core_is_tested_everywhere(place):
     (place / "forge_core/step.py").write_text("x = 1\n")
     folders = [*"abcdef", PARITY]

@@ -4,12 +4,12 @@ python tests/watched.py    # in which folders has something changed?
 
 Thorough are the checks of `forge_testing` that a component inherits, layouts and resumption among them; all tests of
 the files in `thorough.txt`, each of which takes five seconds of CPU time or more; and tests with the mark. Each belongs
-to a folder: a distribution (`plugins/NAME`), or a folder of `tests`. Those of a distribution watch it, `EVERYWHERE`,
-and what it and its tests require of this repository; those of `tests` watch all distributions. `watched.sha256`, which
-is committed, has the versions of Python and torch, and a digest for each folder, of the code (comments and docstrings
-left out) and the tables of all that is watched, with which its tests passed last. `make test` runs those of all other
-folders, so whoever changes a plugin tests it and what requires it thoroughly, and so does CI. When everything has
-passed, `make test` writes the digests down.
+to a folder: a distribution (`plugins/NAME`), or a folder of `tests`. Those of a distribution watch it, and, without
+their tests, `EVERYWHERE` and what it and its tests require of this repository; those of `tests` watch all distributions
+likewise. `watched.sha256`, which is committed, has the versions of Python and torch, and a digest for each folder, of
+the code (comments and docstrings left out) and the tables of all that is watched, with which its tests passed last.
+`make test` runs those of all other folders, so whoever changes a plugin tests it and what requires it thoroughly, and
+so does CI. When everything has passed, `make test` writes the digests down.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _folders() -> list[str]:
 def _digest(folder: str) -> str:
     total = hashlib.sha256()
     for each in sorted({*EVERYWHERE, *_required(folder)}):
-        total.update(f"{each}\0{_content(each)}\n".encode())
+        total.update(f"{each}\0{_content(each, tests=each == folder)}\n".encode())
     return total.hexdigest()
 
 
@@ -140,9 +140,11 @@ def _requires_itself(folder: str, extra: str) -> set[tuple[str, str]]:
 
 
 @functools.cache
-def _content(folder: str) -> str:
+def _content(folder: str, tests: bool) -> str:
     total = hashlib.sha256()
     for path in sorted(path for suffix in ("py", "toml") for path in (ROOT / folder).rglob(f"*.{suffix}")):
+        if not tests and (ROOT / folder / "tests") in path.parents:
+            continue
         content = path.read_bytes()
         digest = hashlib.sha256(content).hexdigest()
         if path.suffix == ".py":

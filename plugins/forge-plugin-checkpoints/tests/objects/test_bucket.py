@@ -137,13 +137,14 @@ def test_parts_on_their_way_at_a_time_are_shared_among_files(bucket, large, monk
 @pytest.mark.parametrize(("parallel", "items", "at_once"), [(3, 12, 3), (8, 2, 2), (0, 2, 1)])
 def test_no_more_calls_than_wanted_are_made_at_a_time(bucket, parallel, items, at_once):
     lock, running, most = threading.Lock(), 0, 0
+    together = threading.Barrier(at_once, timeout=60)
 
     def action(name):
         nonlocal running, most
         with lock:
             running += 1
             most = max(most, running)
-        time.sleep(0.05)
+        together.wait()
         with lock:
             running -= 1
         return name
