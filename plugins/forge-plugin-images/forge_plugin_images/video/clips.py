@@ -67,8 +67,9 @@ class ClipSource:
 
     def probe(self, file: ImageFile) -> Clip:
         """Returns the properties of a clip without decoding it; raises `BrokenVideo`."""
-        # By identity: names of bytes and of members of archives need not be unique
-        known = next((clip for each, clip in self._probed if each is file), None)
+        # A copy, as rows are read ahead in a thread while held-out ones are read here. By identity: names of bytes and
+        # of members of archives need not be unique
+        known = next((clip for each, clip in tuple(self._probed) if each is file), None)
         if known is None:
             self._probed.append((file, known := self.reader.probe(file)))
         return known

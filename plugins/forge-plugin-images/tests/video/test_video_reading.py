@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
+
 import av
 import numpy as np
 import pytest
 
 from forge_plugin_images.decoding import BytesImage, FileImage, SectionImage
 from forge_plugin_images.video import PyAV
+from forge_plugin_images.video.clips import ClipSource
 from forge_plugin_images.video.readers_pyav import opened
 from forge_testing.clips import bar_code, read_bar_code, write_clip
 
@@ -164,3 +169,17 @@ def test_a_worker_decodes_in_one_thread(tmp_path):
     write_clip(path := tmp_path / "clip.mp4", 2)
     with opened(FileImage(str(path))) as (_, stream, _):
         assert stream.codec_context.thread_count == 1
+
+
+def test_clips_are_probed_by_two_threads_at_once():
+    """Rows are read ahead in a thread, and held-out ones in the main thread."""
+    source = ClipSource(Mock(probe=lambda file: file), *[None] * 6)
+    files = [object() for _ in range(20)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            for found in threads.map(lambda _: [source.probe(file) for file in files * 200], range(2)):
+                assert found == files * 200
+    finally:
+        sys.setswitchinterval(interval)
