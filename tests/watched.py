@@ -3,7 +3,7 @@
 python tests/watched.py    # in which folders has something changed?
 
 Thorough are the checks of `forge_testing` that a component inherits, layouts and resumption among them; all tests of
-the files in `thorough.txt`, which take three seconds of CPU time or more each; and tests with the mark. Each belongs
+the files in `thorough.txt`, which take two seconds of CPU time or more each; and tests with the mark. Each belongs
 to a folder: a distribution (`plugins/NAME`), or a folder of `tests`. Those of a distribution watch it, and, without
 their tests, `EVERYWHERE` and what it and its tests require of this repository; those of `tests` watch all distributions
 likewise. `watched.sha256`, which is committed, has the versions of Python and torch, and a digest for each folder, of
