@@ -174,4 +174,4 @@ def _known_files() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    print("\n".join(["thorough tests run in", *changed(digests())]))
+    print("\n".join(changed(digests())) or "nothing has changed since all of them passed")
