@@ -1,5 +1,5 @@
 # make run: from nothing to a trained model.  make test: from nothing to a green suite.
-# make test-all: likewise, with the thorough tests of what has not changed (tests/watched.py), too.
+# make test-all: without skipping the tests whose dependencies have not changed (tests/watched.py).
 PYTHON ?= python3
 # Installed only if the environment has no torch yet. One that is given (make test TORCH=torch==2.15.0) replaces another,
 # so that no version is tested under another one's name; VENV=.venv-2.15 leaves the usual environment as it is.

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import watched
+
+from forge_testing.suites.optimizer import OptimizerSuite
 
 PROJECT = '[project]\nname = "{}"\ndependencies = {}\n[project.optional-dependencies]\nextra = {}\ntest = {}\n'
 PARITY = "tests/parity"
@@ -18,6 +21,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(watched, "ROOT", tmp_path)
     monkeypatch.setattr(watched, "RECORD", tmp_path / "watched.sha256")
     monkeypatch.setattr(watched, "_required", watched._required.__wrapped__)
+    monkeypatch.setattr(watched, "_requires_itself", watched._requires_itself.__wrapped__)
     monkeypatch.setattr(watched, "_content", watched._content.__wrapped__)
     requirements = {
         "a": (["forge-plugin-b>=0.2", "numpy"], ["forge-plugin-c"], ["forge-plugin-d[extra]"]),
@@ -98,7 +102,9 @@ def test_a_new_a_removed_and_a_renamed_file_and_a_table_are_noticed(place):
     (folder / "code.py").rename(folder / "other.py")
     assert to_test() == ["a", PARITY]
     (folder / "other.py").rename(folder / "code.py")
-    (folder / "table.toml").write_text("")
+    (folder / "README.md").write_text("")
+    assert not to_test()
+    (folder / "schema.json").write_text("")
     assert to_test() == ["a", PARITY]
 
 
@@ -128,3 +134,60 @@ def test_the_environment_asks_for_all(place, monkeypatch: pytest.MonkeyPatch):
 
 def test_every_thorough_file_exists():
     assert [name for name in sorted(watched.FILES) if not (watched.ROOT / name).is_file()] == []
+
+
+class Collected:
+    """Stands in for a test that was collected."""
+
+    def __init__(self, path: Path, function: object, *marks: str) -> None:
+        self.path, self.function, self.marks = path, function, marks
+        self.added: list[str] = []
+
+    def get_closest_marker(self, name: str) -> str | None:
+        return name if name in self.marks else None
+
+    def add_marker(self, mark: pytest.MarkDecorator) -> None:
+        self.added.append(mark.name)
+
+
+@pytest.fixture
+def hooks(pytestconfig: pytest.Config) -> ModuleType:
+    """The conftest.py of the repository."""
+    plugins = pytestconfig.pluginmanager.get_plugins()
+    [found] = [each for each in plugins if getattr(each, "__file__", None) == str(watched.ROOT / "conftest.py")]
+    return found
+
+
+def test_inherited_checks_marked_tests_and_listed_files_of_unchanged_folders_are_skipped(hooks):
+    folder, other = watched.ROOT / "plugins/forge-plugin-lion/tests", watched.ROOT / "plugins/forge-plugin-rex/tests"
+    listed = watched.ROOT / min(name for name in watched.FILES if "forge-plugin-lion" not in name)
+    inherited = OptimizerSuite.test_it_descends_a_language_model
+    tests = [
+        Collected(folder / "test_x.py", to_test),
+        Collected(folder / "test_x.py", inherited),
+        Collected(folder / "test_x.py", to_test, "thorough"),
+        Collected(listed, to_test),
+        Collected(other / "test_x.py", inherited),
+        Collected(watched.ROOT / "tests/test_x.py", inherited),
+    ]
+    unchanged = ["plugins/forge-plugin-lion", watched.folder_of(listed)]
+    hooks.pytest_collection_modifyitems(SimpleNamespace(workerinput={hooks.GIVEN: unchanged}), list(tests))
+    # A folder without a digest, such as `tests` itself, always runs
+    assert [test.added for test in tests] == [[], ["skip"], ["skip"], ["skip"], [], []]
+
+
+@pytest.mark.parametrize(
+    ("where", "options", "code", "recorded"),
+    [
+        ("TESTPATHS", {}, 0, True),
+        ("ARGS", {}, 0, False),
+        ("TESTPATHS", {"keyword": "muon"}, 0, False),
+        ("TESTPATHS", {}, 1, False),
+    ],
+)
+def test_only_a_whole_run_that_passes_is_recorded(hooks, place, where, options, code, recorded):
+    (place / "plugins/forge-plugin-a/code.py").write_text("x = 2\n")
+    source = pytest.Config.ArgsSource[where]
+    config = SimpleNamespace(args_source=source, getoption=options.get, stash={hooks.DIGESTS: watched.digests()})
+    hooks.pytest_sessionfinish(SimpleNamespace(config=config), code)
+    assert bool(to_test()) != recorded

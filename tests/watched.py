@@ -3,13 +3,13 @@
 python tests/watched.py    # in which folders has something changed?
 
 Thorough are the checks of `forge_testing` that a component inherits, layouts and resumption among them; all tests of
-the files in `thorough.txt`, which take two seconds of CPU time or more each; and tests with the mark. Each belongs
-to a folder: a distribution (`plugins/NAME`), or a folder of `tests`. Those of a distribution watch it, and, without
-their tests, `EVERYWHERE` and what it and its tests require of this repository; those of `tests` watch all distributions
-likewise. `watched.sha256`, which is committed, has the versions of Python and torch, and a digest for each folder, of
-the code (comments and docstrings left out) and the tables of all that is watched, with which its tests passed last.
-`make test` runs those of all other folders, so whoever changes a plugin tests it and what requires it thoroughly, and
-so does CI. When everything has passed, `make test` writes the digests down.
+the files in `thorough.txt`, each of which takes two seconds of CPU time or more; and tests with the mark. Each belongs
+to a folder: a distribution (`plugins/NAME`), or a folder of `tests`. A distribution depends on its own files, and on
+`EVERYWHERE` and what it and its tests require of this repository, without the tests of these; a folder of `tests` on
+all distributions. `watched.sha256`, which is committed, has the versions of Python and torch, and for each folder a
+digest of the files that it depends on (of Python without comments and docstrings) when its tests last passed. `make
+test` skips the thorough tests of a folder whose digest has not changed, and so does CI. When all tests have passed, it
+updates the record.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ FILES = frozenset(Path(__file__).with_name("thorough.txt").read_text().split())
 """Files of tests that are thorough as a whole."""
 EVERYWHERE = ("forge_core", "plugins/forge-kit", "plugins/forge-testing", "plugins/forge-plugin-parallel")
 """What all of them watch."""
+UNWATCHED = ("README.md", "first_party.json")
+"""Names of files that no test of a folder depends on: the second is written when the core is installed."""
 ALL = "FORGE_TESTS"
 """Environment variable: `all` runs them in any case."""
 
@@ -119,8 +121,10 @@ def _digest(folder: str) -> str:
 @functools.cache
 def _required(folder: str) -> set[str]:
     """The folder itself, and the distributions here that it requires, through others, too."""
-    distributions = [each for each in _folders() if each.startswith("plugins/")]
-    left = {(folder, "test")} if folder in distributions else {(each, "") for each in distributions}
+    if (ROOT / folder / "pyproject.toml").exists():
+        left = {(folder, "test")}
+    else:
+        left = {(f"plugins/{path.parent.name}", "") for path in ROOT.glob("plugins/*/pyproject.toml")}
     found = {(folder, "")}
     while left:
         each = left.pop()
@@ -129,6 +133,7 @@ def _required(folder: str) -> set[str]:
     return {name for name, _ in found if (ROOT / name).is_dir()}
 
 
+@functools.cache
 def _requires_itself(folder: str, extra: str) -> set[tuple[str, str]]:
     """Folders of what one requires with an extra, each with an extra of its own that is required; none of others."""
     if not (ROOT / folder / "pyproject.toml").exists():
@@ -142,7 +147,9 @@ def _requires_itself(folder: str, extra: str) -> set[tuple[str, str]]:
 @functools.cache
 def _content(folder: str, tests: bool) -> str:
     total = hashlib.sha256()
-    for path in sorted(path for suffix in ("py", "toml") for path in (ROOT / folder).rglob(f"*.{suffix}")):
+    for path in sorted((ROOT / folder).rglob("*")):
+        if not path.is_file() or path.parent.name == "__pycache__" or path.name in UNWATCHED:
+            continue
         if not tests and (ROOT / folder / "tests") in path.parents:
             continue
         content = path.read_bytes()
